@@ -126,15 +126,6 @@ def test_passes_without_a_draft_are_explained(drafted: int, shown: bool, page: P
     assert "drafting is paused" not in page.locator(".figures").last.inner_text(), "that is what was requested"
 
 
-def test_beside_plain_decoding_both_write_the_same(page: Page) -> None:
-    page.locator("#compare").check()
-    said(page, TEXT)
-    texts = [one.inner_text() for one in page.locator("section.answer .text").all()]
-    assert len(texts) == 2 and texts[0] == texts[1] != ""
-    plain = page.locator("section.answer .figures").nth(1).inner_text()
-    assert "1.00 tokens per pass" in plain, plain
-
-
 def test_speculation_can_be_switched_off_and_a_chat_begun_anew(page: Page) -> None:
     page.locator("#draft").uncheck()
     said(page, "hello")

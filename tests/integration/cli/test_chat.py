@@ -75,20 +75,21 @@ def answers(model: foresay.Generator, *users: str, system: str | None = None, ne
 # -- lines from a pipe -----------------------------------------------------------------------------------------------
 
 
-def test_a_conversation_is_the_librarys(piped: Piped, model: foresay.Generator) -> None:
-    assert piped("hello", "hello again", "/quit", "not read") == (answers(model, "hello", "hello again"), [])
-
-
-def test_messages(piped: Piped, model: foresay.Generator) -> None:
+def test_messages(shell: tiny.Shell, piped: Piped, model: foresay.Generator) -> None:
     """System messages, many lines, a slash; the input's end ends them, and the conversation."""
+    assert piped("hello", "hello again", "/quit", "not read") == (answers(model, "hello", "hello again"), [])
     assert piped() == piped("", "   ") == ([], [])
     expected = answers(model, "hello", "you", system="be brief")
     assert piped("hello", "you", args=("--system", "be brief"))[0] == expected
-    assert piped("/system be brief", "hello", "you")[0] == ["system: be brief", *expected]
-    assert piped("/system be brief", "/system none", "hello")[0][1:] == ["system: none", *answers(model, "hello")]
+    changed = ["system: none", *answers(model, "hello")]
+    lines = ("/system be brief", "hello", "you", "/clear", "/system none", "hello")
+    assert piped(*lines)[0] == ["system: be brief", *expected, "a new conversation", *changed]
     for lines in (('"""', "one", "/two", '"""'), ("one\\", "/two"), ('"""one', "/two")):
         assert piped(*lines)[0] == answers(model, "one\n/two")
     assert piped("//etc")[0] == answers(model, "/etc")
+    code, out, err = shell(*piped.base, stdin=b"caf\xe9\nhello\n")
+    assert (code, out.splitlines()) == (0, answers(model, "hello"))
+    assert err == "a line is not UTF-8 text: byte 0xe9 at 3\n"
 
 
 def test_without_the_template_the_conversation_is_one_text(piped: Piped, model: foresay.Generator) -> None:
@@ -134,18 +135,15 @@ NOTES = {
 }
 
 
-@pytest.mark.parametrize(("line", "start"), [*((one, one) for one in WRONG), *NOTES.items()])
-def test_what_is_wrong_says_so_and_changes_nothing(piped: Piped, line: str, start: str) -> None:
-    out, err = piped("/settings", line, "/settings", "/history")
-    assert len(err) == 1 and err[0].startswith(start), err
+def test_what_is_wrong_is_named_and_changes_nothing(piped: Piped) -> None:
+    """The messages too: a prompt that is refused is none."""
+    lines = {**{line: line for line in WRONG}, **NOTES}
+    out, err = piped("/settings", *lines, "/settings", "/history")
+    assert len(err) == len(lines)
+    for note, start in zip(err, lines.values(), strict=True):
+        assert note.startswith(start), err
     half = len(out) // 2
     assert out[:half] == out[half:-1] and out[-1] == "no messages yet"
-
-
-def test_a_line_that_is_not_utf8_is_left_out(shell: tiny.Shell, piped: Piped, model: foresay.Generator) -> None:
-    code, out, err = shell(*piped.base, stdin=b"caf\xe9\nhello\n")
-    assert (code, out.splitlines()) == (0, answers(model, "hello"))
-    assert err == "a line is not UTF-8 text: byte 0xe9 at 3\n"
 
 
 def test_sampling(piped: Piped, model: foresay.Generator) -> None:
@@ -167,15 +165,12 @@ def test_a_lossy_rule_is_marked(piped: Piped) -> None:
     assert out[-1].startswith("conversation: 2 answers, 16 tokens in ") and out[-1].endswith("exact no")
 
 
-def test_undo_clear_and_history(piped: Piped, model: foresay.Generator) -> None:
+def test_undo_clear_history_and_forgetting(piped: Piped, model: foresay.Generator) -> None:
+    """With the same message again, suffix has seen the answer; after a reset it has not."""
     one, two = answers(model, "one", "two")
     out, _ = piped("one", "two", "/history", "/undo", "two", "/clear", "/history", "one")
-    told = ["you: one", f"answer: {one}", "you: two", f"answer: {two}"]
-    assert out == [one, two, *told, "removed: two", two, "a new conversation", "no messages yet", one]
-
-
-def test_a_forgetful_store_guesses_as_at_first(piped: Piped) -> None:
-    """With the same message again, suffix has seen the answer; after a reset it has not."""
+    shown = ["you: one", f"answer: {one}", "you: two", f"answer: {two}"]
+    assert out == [one, two, *shown, "removed: two", two, "a new conversation", "no messages yet", one]
     lines = ("hello", "/stats", "/retry", "/stats", "/forget", "/retry", "/stats")
     out, _ = piped(*lines, args=("--drafter", "suffix(keep=true)", "--length", "12"))
     passes = [line.split(", ")[2] for line in out if line.startswith("last answer")]
@@ -214,6 +209,10 @@ def test_the_oldest_exchanges_make_room(shell: tiny.Shell, tmp_path: Path) -> No
     seen: list[dict[str, str]] = []
     room = 96 - 8
     left_out, template = [], model.tokenizer.apply_chat_template
+
+    def head(past: list[dict[str, str]]) -> list[dict[str, str]]:
+        return [{"role": "system", "content": "S"}, *past]
+
     for user, text in zip(users, written, strict=True):
         turn = [{"role": "user", "content": user}]
         past = seen
@@ -223,19 +222,11 @@ def test_the_oldest_exchanges_make_room(shell: tiny.Shell, tmp_path: Path) -> No
         assert model.generate(head(past) + turn, max_new_tokens=8).text == text
         seen = [*seen, *turn, {"role": "assistant", "content": text}]
     assert left_out[-1] > 1 and 1 in left_out
-    told = [line for line in err if "left out" in line]
-    assert told == [note(n) for n in left_out if n]
+    some = {1: "the oldest exchange is"} | {n: f"the {n} oldest exchanges are" for n in range(2, 6)}
+    notes = [line for line in err if "left out" in line]
+    assert notes == [f"({some[n]} left out: the model's context is full)" for n in left_out if n]
     assert "(the model no longer sees the lines above)" in err
     assert out[-1] == model.generate([*head([]), {"role": "user", "content": "hi"}], max_new_tokens=8).text
-
-
-def head(past: list[dict[str, str]]) -> list[dict[str, str]]:
-    return [{"role": "system", "content": "S"}, *past]
-
-
-def note(count: int) -> str:
-    what = "the oldest exchange is" if count == 1 else f"the {count} oldest exchanges are"
-    return f"({what} left out: the model's context is full)"
 
 
 def test_comparing(piped: Piped, small: Path) -> None:

@@ -23,7 +23,6 @@ from helpers import tiny
 from helpers.blocks import random_block
 from helpers.fake_hub import FakeHub, entry
 from helpers.heads import random_head
-from helpers.refusals import refused
 
 BASE = "org/target"
 
@@ -163,30 +162,35 @@ def test_no_draft_and_wrong_uses_are_refused(fake: FakeHub, target: Path, folder
     given = ("generate", "x", "--drafter", "published")
     assert str(target) in shell.refused(*given, "-m", str(target)), "it cannot be reached"
     assert str(folder) in shell.refused(*given, "-m", str(folder))
-    assert "draft=" in shell.refused(*given, "-m", str(target), "--draft", "a/b").replace("--draft ", "draft=")
+    assert "--draft a/b" in shell.refused(*given, "-m", str(target), "--draft", "a/b")
     assert "foresay drafts MODEL" in shell.refused("replay", "r.jsonl", "--drafter", "published(3)")
-    with pytest.raises(ConfigError, match="needs a target that is loaded by name, not a LoadedModel"):
-        foresay.load(load_model(folder), drafter="published")
-    with pytest.raises(ConfigError, match="draft="):
-        foresay.load(target, "a/b", drafter="published")
     with pytest.raises(ModelNotFoundError, match="the published draft of"):
         foresay.load(target, drafter="published")
-
-
-def test_other_arguments_are_checked_before_a_request(fake: FakeHub, target: Path) -> None:
-    with refused("rule", "coin"):
-        foresay.load(target, drafter="published", rule="coin")
-    with pytest.raises(ConfigError, match="max_batch_size"):
-        foresay.load(target, drafter="published", max_batch_size=0)
-    assert fake.requests == []
+    fake.requests.clear()
+    wrong: list[tuple[Any, dict[str, Any], str]] = [
+        (load_model(folder), {}, "needs a target that is loaded by name, not a LoadedModel"),
+        (target, {"draft": "a/b"}, "draft="),
+        (target, {"rule": "coin"}, "rule='coin'"),
+        (target, {"max_batch_size": 0}, "max_batch_size"),
+    ]
+    for model, options, problem in wrong:
+        with pytest.raises(ConfigError, match=problem):
+            foresay.load(model, drafter="published", **options)
+    assert fake.requests == [], "other arguments are checked before a request"
 
 
 # -- the note
 
 
 def test_a_note_names_the_draft_that_exists(
-    fake: FakeHub, target: Path, folder: Path, drafts: dict[str, Path], shell: tiny.Shell
+    fake: FakeHub,
+    target: Path,
+    folder: Path,
+    drafts: dict[str, Path],
+    shell: tiny.Shell,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A server has it too."""
     note = "foresay: a draft is published for org/target: {} ({}, {}); use it with --drafter published\n"
     given = ("generate", "the number 7", "-n", "4", "-m")
     code, text, err = shell(*given, str(target))
@@ -196,22 +200,17 @@ def test_a_note_names_the_draft_that_exists(
     for more in (["--json"], ["--drafter", "suffix"], ["--drafter", "none"]):
         assert shell(*given, str(target), *more)[2] == "", more
     assert shell(*given, str(folder))[2] == "", "nothing is known of it"
-    assert fake.requests == []
-    assert shell(*given, str(target), "--drafter", "published")[2] == ""
 
-
-def test_a_server_has_the_note_too(
-    fake: FakeHub, target: Path, shell: tiny.Shell, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def serve(service: Any, sockets: list[socket.socket], **more: Any) -> None:
         for one in sockets:
             one.close()
 
     monkeypatch.setattr("foresay.server.running.serve", serve)
-    for more, noted in (([], True), (["--drafter", "suffix"], False)):
-        code, _, err = shell("serve", str(target), "--port", "0", *more)
-        assert code == 0 and ("foresay: a draft is published for org/target: a/block" in err) == noted
+    for options, noted in (([], True), (["--drafter", "suffix"], False)):
+        code, _, err = shell("serve", str(target), "--port", "0", *options)
+        assert code == 0 and ("foresay: a draft is published for org/target: a/head" in err) == noted
     assert fake.requests == []
+    assert shell(*given, str(target), "--drafter", "published")[2] == ""
 
 
 # -- publishing
@@ -245,19 +244,14 @@ def test_a_draft_is_published_with_a_card(
     assert "tokens: 3,456" in shown and "loss 1.25" in shown and "secret" not in shown and str(tmp_path) not in shown
     assert "head(me/my-head)" in shown and "| plain |" in shown
     assert '--drafter "hybrid(suffix, head(me/my-head))"' in shown
-
-
-def test_a_block_drafter_without_a_note_is_published(
-    fake: FakeHub, target: Path, drafts: dict[str, Path], shell: tiny.Shell, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    assert shell("export", str(drafts["block"]), str(out), "-m", str(target), "--push", "me/block")[0] == 0
-    card = metadata_load(out / "README.md")
+    fake.uploaded.clear()
+    assert shell("export", str(drafts["block"]), str(tmp_path / "b"), "-m", str(target), "--push", "me/block")[0] == 0
+    card = metadata_load(tmp_path / "b" / "README.md")
     assert "license" not in card and card["tags"][-1] == "dspark"
-    assert "No note about the training was given." in (out / "README.md").read_text()
+    assert "No note about the training was given." in (tmp_path / "b" / "README.md").read_text()
 
 
-def test_what_cannot_be_published_is_refused_before_a_model_is_loaded(
+def test_what_cannot_be_published_is_refused(
     fake: FakeHub,
     target: Path,
     folder: Path,
@@ -266,38 +260,30 @@ def test_what_cannot_be_published_is_refused_before_a_model_is_loaded(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given = ("export", str(drafts["head"]), str(tmp_path / "out"), "-m", str(target))
-    for more, named in (
-        (["--push", "name"], "--push name "),
-        (["--push", "a/b/c"], "--push a/b/c "),
-        (["--push", "a/b", "--license", "<b>"], "--license '<b>'"),
-        (["--license", "mit"], "--license is for the card of --push"),
-        (["--results", "x"], "--results is for the card of --push"),
-        (["--push", "a/b", "--results", str(tmp_path / "missing")], "missing"),
-    ):
-        assert named in shell.refused(*given, *more)
-    unnamed = ("export", str(drafts["head"]), str(tmp_path / "out"), "-m", str(folder), "--push", "a/b")
-    assert "the target's hub id" in shell.refused(*unnamed)
-    damaged = tmp_path / "damaged"
-    shutil.copytree(drafts["head"], damaged)
+    """Before a model is loaded, but for what the hub itself refuses."""
+    head, out = str(drafts["head"]), tmp_path / "out"
+    damaged = shutil.copytree(drafts["head"], tmp_path / "damaged")
     (damaged / "foresay.json").write_text("[")
-    assert "foresay.json" in shell.refused("export", str(damaged), *given[2:], "--push", "a/b")
+    for source, model, more, named in (
+        (head, target, ["--push", "name"], "--push name "),
+        (head, target, ["--push", "a/b/c"], "--push a/b/c "),
+        (head, target, ["--push", "a/b", "--license", "<b>"], "--license '<b>'"),
+        (head, target, ["--license", "mit"], "--license is for the card of --push"),
+        (head, target, ["--results", "x"], "--results is for the card of --push"),
+        (head, target, ["--push", "a/b", "--results", str(tmp_path / "missing")], "missing"),
+        (head, folder, ["--push", "a/b"], "the target's hub id"),
+        (str(damaged), target, ["--push", "a/b"], "foresay.json"),
+    ):
+        assert named in shell.refused("export", source, str(out), "-m", str(model), *more)
     offline = FakeHub(monkeypatch, fake.cache, online=False)
-    assert "HF_HUB_OFFLINE" in shell.refused(*given, "--push", "a/b")
-    assert fake.requests == offline.requests == [] and not (tmp_path / "out").exists()
+    given = ("export", head, str(out), "-m", str(target), "--push", "me/x")
+    assert "HF_HUB_OFFLINE" in shell.refused(*given)
+    assert fake.requests == offline.requests == [] and not out.exists()
 
-
-def test_a_hub_that_refuses_is_reported(
-    fake: FakeHub,
-    target: Path,
-    drafts: dict[str, Path],
-    shell: tiny.Shell,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
     def refuses(self: Any, repo: str, **more: Any) -> None:
         raise OSError("401 Unauthorized")
 
+    FakeHub(monkeypatch, fake.cache)
     monkeypatch.setattr("huggingface_hub.HfApi.create_repo", refuses)
-    code, _, err = shell("export", str(drafts["head"]), str(tmp_path / "out"), "-m", str(target), "--push", "me/x")
-    assert code == 2 and "--push me/x " in err and "401" in err and (tmp_path / "out" / "model.safetensors").is_file()
+    code, _, err = shell(*given)
+    assert code == 2 and "--push me/x " in err and "401" in err and (out / "model.safetensors").is_file()

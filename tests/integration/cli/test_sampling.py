@@ -10,7 +10,9 @@ import pytest
 
 import foresay
 from foresay.cli import serve
+from foresay_lab.workers import processes
 from helpers import tiny
+from helpers.in_process import InProcess
 from helpers.tiny import Shell
 
 
@@ -44,35 +46,27 @@ def test_generate_samples_as_the_model_does(folder: Path, shell: Shell) -> None:
     assert _generated(shell, folder, *compared)["methods"][1]["identical"] is True
 
 
-def test_wrong_options(folder: Path, shell: Shell) -> None:
-    common = ("generate", "hello", "--model", str(folder))
-    assert "vllm" in shell.refused(*common, "--sampling", "vllm")
-    assert "--top-k has no effect at temperature 0" in shell.refused(*common, "--top-k", "3")
-    assert "--top-k has no effect" in shell.refused(*common, "--sampling", "model", "-t", "0", "--top-k", "3")
+def test_workers_receive_what_was_given(folder: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process, and in this one."""
+    lines = ("generate", "--lines", "--model", str(folder), "--dtype", "fp32", "-n", "6", "--sampling", "model")
 
+    def written(*options: str) -> str:
+        code, out, err = shell(*lines, *options, stdin=b"hello\nworld\n")
+        assert code == 0, err
+        return out
 
-def test_workers_receive_what_was_given(folder: Path, shell: Shell) -> None:
-    lines = (
-        "generate",
-        "--lines",
-        "--model",
-        str(folder),
-        *["--dtype", "fp32", "-n", "6", "--sampling", "model", "--seed", "3"],
-    )
-    alone = shell(*lines, stdin=b"hello\nworld\n")
-    shared = shell(*lines, "--workers", "1", stdin=b"hello\nworld\n")
-    assert alone[0] == shared[0] == 0, shared[2]
-    assert alone[1] == shared[1]
-    greedy = shell(*lines[:-2], "-t", "0", "--workers", "1", stdin=b"hello\nworld\n")
-    assert greedy[1] == shell(*lines[:-2], "-t", "0", stdin=b"hello\nworld\n")[1] != alone[1]
+    found = []
+    for options in (("--seed", "3"), ("-t", "0")):
+        found.append(written(*options))
+        assert written(*options, "--workers", "1") == found[-1]
+        monkeypatch.setattr(processes, "Processes", InProcess)
+    assert found[0] != found[1]
 
 
 def test_the_console_shows_the_models_sampling(folder: Path, shell: Shell) -> None:
-    given = ("chat", str(folder), "--no-history")
-    settings = b"/settings\n/quit\n"
-    assert "temperature: greedy" in shell(*given, stdin=settings)[1]
-    shown = shell(*given, "--sampling", "model", stdin=settings)[1]
-    assert "temperature: 3" in shown and "top-k: 20" in shown
+    for options, shown in (((), ["greedy"]), (("--sampling", "model"), ["3", "20"])):
+        _, out, _ = shell("chat", str(folder), "--no-history", *options, stdin=b"/settings\n/quit\n")
+        assert all(f"{name}: {text}" in out for name, text in zip(("temperature", "top-k"), shown, strict=False))
 
 
 def test_info_shows_the_generation_config(folder: Path, shell: Shell, tmp_path: Path) -> None:
@@ -99,12 +93,14 @@ def test_a_server_samples_as_the_model_does(folder: Path, shell: Shell, monkeypa
     assert loaded == ["model", "foresay"]
 
 
-def test_other_engines_do_not_apply_the_models_constraints(
-    folder: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_wrong_options(folder: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Other engines do not apply the model's constraints."""
+    common = ("generate", "hello", "--model", str(folder))
+    assert "vllm" in shell.refused(*common, "--sampling", "vllm")
+    for greedy in ((), ("--sampling", "model", "-t", "0")):
+        assert "--top-k has no effect" in shell.refused(*common, *greedy, "--top-k", "3")
     monkeypatch.chdir(tmp_path)
     Path("p.jsonl").write_text(json.dumps({"prompt": "hello"}) + "\n", encoding="utf-8")
-    said = shell.refused(
-        "bench", "b.jsonl", "--model", str(folder), "--prompts", "p.jsonl", "--against", "transformers"
-    )
-    assert "--against: other engines lack the model's generation config (repetition_penalty=1.25" in said
+    against = ("--prompts", "p.jsonl", "--against", "transformers")
+    refusal = shell.refused("bench", "b.jsonl", "--model", str(folder), *against)
+    assert "--against: other engines lack the model's generation config (repetition_penalty=1.25" in refusal

@@ -77,68 +77,52 @@ def test_a_table_of_one_model_is_loaded_at_once(
     assert [one.names for one in served[-1].loaded] == [["one"]]
 
 
-WHOLE = '[models.good]\ntarget = "{folder}"\n[models.b]\n'
-NAMED = "models.toml: models.b: "
+WRONG = {
+    'target = "./gone"': "no such file or folder: './gone'",
+    'target = "gone.gguf"': "no such file or folder: 'gone.gguf'",
+    'target = "org/gone"': "'org/gone' is not in the hub's cache, and requests are off",
+    'target = "gone"': "model='gone'",
+    'target = "{folder}"\ndrafter = "max_grm"': "drafter='max_grm'",
+    'target = "{folder}"\ndrafter = "head(./gone)"': "",
+    'target = "{folder}"\ndtype = "fp99"': "dtype='fp99'",
+    'target = "{folder}"\nlength = "entropy"\ndrafter = "suffix"': "length='entropy' ends drafts",
+    'target = "{folder}"\nkeep = 1': "setting='keep'",
+    "drafter = 'suffix'": "target is missing",
+}
+"""The table of a second model, and how its refusal goes on after the name of the table."""
+GOOD = '[models.good]\ntarget = "{folder}"\n[models.b]\n'
+BOTH = GOOD + 'target = "{folder}"\n'
+REFUSED = [
+    *((GOOD + text, [], f"models.toml: models.b: {problem}") for text, problem in WRONG.items()),
+    (GOOD + 'target = "{empty}"', [], "has no config.json"),
+    (GOOD + 'target = "{bare}"', [], "has no weights: it needs files that end in .safetensors"),
+    (BOTH + 'drafter = "none"', ["--memory", "{memory}"], "models.toml: models.b: memory="),
+    (BOTH, ["--sampling", "x"], "sampling='x' is unknown"),
+    (BOTH, ["--name", "x"], "--name is for one model, and "),
+    (BOTH, ["--draft", "{folder}"], "--draft is for one model, and "),
+    ('dtype = "fp32"\n' + BOTH, [], "models.toml: dtype='fp32'"),
+    ("models = 3", [], "models.toml: models=3"),
+    ("[models]", [], "models.toml: models={{}}"),
+    ("[models]\nb = 3", [], "models.toml: models.b=3"),
+    ('[models."../b"]\ntarget = "{folder}"', [], "models.toml: models='../b'"),
+    ("max_loaded = 0\n" + BOTH, [], "models.toml: max_loaded=0 must be"),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "message"),
-    [
-        (WHOLE + 'target = "./gone"', [], NAMED + "no such file or folder: './gone'"),
-        (WHOLE + 'target = "gone.gguf"', [], NAMED + "no such file or folder: 'gone.gguf'"),
-        (WHOLE + 'target = "{empty}"', [], "has no config.json"),
-        (WHOLE + 'target = "{bare}"', [], "has no weights: it needs files that end in .safetensors"),
-        (WHOLE + 'target = "org/gone"', [], NAMED + "'org/gone' is not in the hub's cache, and requests are off"),
-        (WHOLE + 'target = "gone"', [], NAMED + "model='gone'"),
-        (WHOLE + 'target = "{folder}"\ndrafter = "max_grm"', [], NAMED + "drafter='max_grm'"),
-        (WHOLE + 'target = "{folder}"\ndrafter = "head(./gone)"', [], NAMED),
-        (WHOLE + 'target = "{folder}"\ndtype = "fp99"', [], NAMED + "dtype='fp99'"),
-        (
-            WHOLE + 'target = "{folder}"\nlength = "entropy"\ndrafter = "suffix"',
-            [],
-            NAMED + "length='entropy' ends drafts",
-        ),
-        (WHOLE + 'target = "{folder}"\ndrafter = "none"', ["--memory", "{memory}"], NAMED + "memory="),
-        (WHOLE + 'target = "{folder}"\nkeep = 1', [], NAMED + "setting='keep'"),
-        (WHOLE + "drafter = 'suffix'", [], NAMED + "target is missing"),
-        (WHOLE + 'target = "{folder}"', ["--sampling", "x"], "sampling='x' is unknown"),
-        (WHOLE + 'target = "{folder}"', ["--name", "x"], "--name is for one model, and "),
-        (WHOLE + 'target = "{folder}"', ["--draft", "{folder}"], "--draft is for one model, and "),
-        ('dtype = "fp32"\n' + WHOLE + 'target = "{folder}"', [], "models.toml: dtype='fp32'"),
-        ("models = 3", [], "models.toml: models=3"),
-        ("[models]", [], "models.toml: models={}"),
-        ("[models]\nb = 3", [], "models.toml: models.b=3"),
-        ('[models."../b"]\ntarget = "{folder}"', [], "models.toml: models='../b'"),
-        ("max_loaded = 0\n" + WHOLE + 'target = "{folder}"', [], "models.toml: max_loaded=0 must be"),
-    ],
-)
 def test_what_is_refused_before_anything_is_loaded(
-    text: str,
-    options: list[str],
-    message: str,
-    shell: tiny.Shell,
-    chat_folder: Path,
-    served: list[Service],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    shell: tiny.Shell, chat_folder: Path, served: list[Service], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("load", "load_generator"):
         monkeypatch.setattr(command, name, lambda *_, **__: pytest.fail("a model is loaded"))
-    bare, empty = tmp_path / "bare", tmp_path / "empty"
-    empty.mkdir()
-    bare.mkdir()
-    (bare / "config.json").write_text("{}")
-    names = {"folder": chat_folder, "empty": empty, "bare": bare, "memory": tmp_path / "memory"}
-
-    def filled(value: str) -> str:
-        for name, folder in names.items():
-            value = value.replace(f"{{{name}}}", str(folder))
-        return value
-
-    path = written(tmp_path, filled(text))
+    names = {"folder": chat_folder, **{name: tmp_path / name for name in ("empty", "bare", "memory")}}
+    for name in ("empty", "bare"):
+        names[name].mkdir()
+    (names["bare"] / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
-    refusal = shell.refused("serve", Path(path).name, "--port", "0", *map(filled, options))
-    assert message in refusal and not served
+    for text, options, message in REFUSED:
+        path = written(tmp_path, text.format(**names))
+        refusal = shell.refused("serve", Path(path).name, "--port", "0", *(one.format(**names) for one in options))
+        assert message.format() in refusal and not served, text
 
 
 def test_other_commands_need_one_model(shell: tiny.Shell, chat_folder: Path, tmp_path: Path) -> None:

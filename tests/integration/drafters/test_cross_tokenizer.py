@@ -20,7 +20,6 @@ from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter, _Restricted
 from foresay.lengths import ConstantLength
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.table import TableModel
-from foresay.text.cross_tokenizer import TokenizerPair
 from helpers.bilingual import retokenizer, tokenizer
 from helpers.families import make
 from helpers.making import make_row
@@ -35,21 +34,13 @@ def prompts() -> list[list[int]]:
     return [tokenizer("target")(text).input_ids for text in ("hello the", "x", "there 日本語 hello" * 9)]
 
 
-def decode(draft: CausalModel, told: TokenizerPair, params: Any, seed: int = 0) -> tuple[Any, Any]:
-    target = model("target", seed)
-    drafter = CrossTokenizerDrafter(draft, target.vocab_size, told)
-    outputs, steps, engine = run(target, prompts(), params, drafter=drafter, join_later=1)
-    assert engine.draft_failures == 0
-    return outputs, steps
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_greedy_output_is_that_of_plain_decoding(seed: int) -> None:
-    params = SamplingParams(max_new_tokens=24)
-    plain = run(model("target", seed), prompts(), params, gamma=0)[0]
-    outputs, steps = decode(model("draft", 5), retokenizer(), params, seed)
-    assert outputs == plain
-    assert any(step.num_drafted for step in steps)
+    target, params = model("target", seed), SamplingParams(max_new_tokens=24)
+    drafter = CrossTokenizerDrafter(model("draft", 5), target.vocab_size, retokenizer())
+    outputs, steps, engine = run(target, prompts(), params, drafter=drafter, join_later=1)
+    assert engine.draft_failures == 0 and any(step.num_drafted for step in steps)
+    assert outputs == run(target, prompts(), params, gamma=0)[0]
 
 
 def renumbered(target: CausalModel) -> CausalModel:
@@ -78,9 +69,9 @@ def ascii_target() -> CausalModel:
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_same_model_in_other_numbers_is_accepted_whole(temperature: float) -> None:
     """Written in letters, so that both read the same text; a merge that the target did not write is read otherwise."""
-    target, told = ascii_target(), retokenizer("target", "renumbered")
+    target, pair = ascii_target(), retokenizer("target", "renumbered")
     params = [SamplingParams(temperature=temperature, seed=i, max_new_tokens=30) for i in range(3)]
-    drafter = CrossTokenizerDrafter(renumbered(target), target.vocab_size, told)
+    drafter = CrossTokenizerDrafter(renumbered(target), target.vocab_size, pair)
     _, steps, engine = run(target, prompts(), params, drafter=drafter)
     assert engine.draft_failures == 0
     accepted, drafted = sum(s.num_accepted for s in steps), sum(s.num_drafted for s in steps)
@@ -88,11 +79,11 @@ def test_the_same_model_in_other_numbers_is_accepted_whole(temperature: float) -
 
 
 @pytest.mark.parametrize("private", [0, 2])
-def test_each_tokens_law_is_the_drafts_over_shared_tokens(private: int) -> None:
+def test_each_tokens_distribution_is_the_drafts_over_shared_tokens(private: int) -> None:
     """Tables whose tokens are numbered from the other end, the first `private` of them unknown to the draft."""
-    size, told = 6, Renumbered(6, private)
+    size, pair = 6, Renumbered(6, private)
     table = TableModel.random(size, seed=2, concentration=0.6)
-    drafter = CrossTokenizerDrafter(table, size, told)
+    drafter = CrossTokenizerDrafter(table, size, pair)
     rows = Rows([Row(i, [1 + i, 2], SamplingParams(temperature=0.5 + i), seed=i, limit=99) for i in range(3)])
     drafter.admit(rows, 0)
     seen: set[int] = set()
@@ -119,9 +110,9 @@ def test_each_tokens_law_is_the_drafts_over_shared_tokens(private: int) -> None:
 
 
 def test_without_a_shared_token_a_sampled_row_is_drafted_for_greedily() -> None:
-    told = Renumbered(5)
-    told.shared = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
-    drafter = CrossTokenizerDrafter(TableModel.random(5, seed=2), 5, told)
+    pair = Renumbered(5)
+    pair.shared = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+    drafter = CrossTokenizerDrafter(TableModel.random(5, seed=2), 5, pair)
     rows = Rows([Row(0, [1], SamplingParams(temperature=1.0), limit=99)])
     drafter.admit(rows, 0)
     proposal = drafter.propose(rows, [3], ConstantLength(3))
@@ -138,8 +129,8 @@ class Budgets(ConstantLength):
 
 
 def test_ragged_budgets_and_moving_rows() -> None:
-    target, told = ascii_target(), retokenizer("target", "renumbered")
-    drafter = CrossTokenizerDrafter(renumbered(target), target.vocab_size, told)
+    target, pair = ascii_target(), retokenizer("target", "renumbered")
+    drafter = CrossTokenizerDrafter(renumbered(target), target.vocab_size, pair)
     texts = [tokenizer("target")(w * n).input_ids for n, w in enumerate(["hello ", "the ", "x ", "loll ", "there "], 1)]
     params = [SamplingParams(temperature=i % 2 * 0.8, seed=i, max_new_tokens=6 + 4 * i) for i in range(5)]
     policy: LengthPolicy = Budgets(6)
@@ -177,9 +168,9 @@ def test_each_row_has_its_reader_and_guesses_are_not_committed() -> None:
 
 def test_a_proposal_names_the_targets_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a retokenizer returns: tokens that the target's logits lack end a draft."""
-    told = Renumbered(6)
-    monkeypatch.setattr(told, "to_target", lambda context, drafted: [1, 2, 9, 3])
-    drafter = CrossTokenizerDrafter(TableModel.random(6, seed=1), 6, told)
+    pair = Renumbered(6)
+    monkeypatch.setattr(pair, "to_target", lambda context, drafted: [1, 2, 9, 3])
+    drafter = CrossTokenizerDrafter(TableModel.random(6, seed=1), 6, pair)
     rows = Rows([Row(0, [1], SamplingParams(), limit=99)])
     drafter.admit(rows, 0)
     proposal: Proposal = drafter.propose(rows, [4], ConstantLength(4))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from foresay.decoding.protocols import Drafter
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import (
     Cascade,
@@ -25,45 +28,41 @@ from helpers.distribution_cells import ALPHA, DRAFT, LENGTH, PARAMS, PROMPT, SIZ
 from helpers.families import make
 from helpers.forced import Forced
 from helpers.heads import random_head
-from helpers.reference import joint, p_value
+from helpers.reference import joint
 from helpers.refusals import refused
-from helpers.support import run
+from helpers.sequential import value_of
+from helpers.support import Loop, run
 
 SMALL = 7
 PROMPTS = [[5, 6, 1, 2, 3, 4, 5], [2], [1, 2, 1], [6] * 9, [3, 1] * 8]
 
 
+def value(drafter: Drafter, samples: int = 1500, late: int = 0, **options: Any) -> float:
+    """The p-value of what is written against the target's distribution."""
+    loop = Loop(TARGET, drafter=drafter, **options)
+    probs = joint(TARGET, PARAMS["plain"], PROMPT, LENGTH)
+    found = value_of(loop, PROMPT, PARAMS["plain"], probs, samples, join_later=late)
+    assert len({step.num_drafted for step in loop.steps}) > 1
+    return found
+
+
 @pytest.mark.parametrize("rule", ["speculative", "block", "match", "coupled"])
 @pytest.mark.parametrize("min_match", [1, 2, 4])
-def test_the_law_is_the_targets(rule: str, min_match: int) -> None:
+def test_the_distribution_is_the_targets(rule: str, min_match: int) -> None:
     """Some rows are drafted by n-gram drafters and some by a model, in one batch."""
-    samples = 1500
-    requests = [SamplingParams.of(PARAMS["plain"], seed=seed) for seed in range(samples)]
     drafter = Hybrid(SuffixDrafter(), ModelDrafter(DRAFT, SIZE), min_match=min_match, k=2)
-    outputs, steps, engine = run(
-        TARGET, [PROMPT] * samples, requests, drafter=drafter, rule=rule, max_batch_size=64, join_later=20
-    )
-    assert engine.draft_failures == 0
-    assert p_value(outputs, joint(TARGET, PARAMS["plain"], PROMPT, LENGTH), SIZE) > ALPHA
-    assert any(step.num_drafted for step in steps)
+    assert value(drafter, rule=rule, max_batch_size=64, late=20) > ALPHA
 
 
 @pytest.mark.parametrize("rule", ["speculative", "block"])
 @pytest.mark.parametrize("sample", [True, False])
 @pytest.mark.parametrize("behind", [True, False])
-def test_lengths_that_come_out_as_they_please_leave_the_law(behind: bool, sample: bool, rule: str) -> None:
+def test_lengths_that_come_out_as_they_please_leave_the_distribution(behind: bool, sample: bool, rule: str) -> None:
     """Whatever is requested, kept and afforded, and wherever a draft ends because it is unsure of a token that stays in it."""
-    samples = 1500
-    requests = [SamplingParams.of(PARAMS["plain"], seed=seed) for seed in range(samples)]
-    model = ModelDrafter(DRAFT, SIZE, sample=sample)
+    model, policy = ModelDrafter(DRAFT, SIZE, sample=sample), Forced(1)
     drafter = Hybrid(SuffixDrafter(), model, min_match=2, k=3) if behind else model
-    policy = Forced(1)
-    outputs, steps, engine = run(
-        TARGET, [PROMPT] * samples, requests, drafter=drafter, rule=rule, policy=policy, max_batch_size=64
-    )
-    assert engine.draft_failures == 0 and len({step.num_drafted for step in steps}) > 2
+    assert value(drafter, rule=rule, policy=policy, max_batch_size=64) > ALPHA
     assert policy.ended > 100, "drafts end where they are unsure"
-    assert p_value(outputs, joint(TARGET, PARAMS["plain"], PROMPT, LENGTH), SIZE) > ALPHA
 
 
 def test_an_unsure_token_that_is_dropped_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,16 +77,12 @@ def test_an_unsure_token_that_is_dropped_is_noticed(monkeypatch: pytest.MonkeyPa
         return going
 
     monkeypatch.setattr(DraftChain, "add", dropping)
-    samples = 3000
-    requests = [SamplingParams.of(PARAMS["plain"], seed=seed) for seed in range(samples)]
     drafter = Hybrid(SuffixDrafter(), ModelDrafter(DRAFT, SIZE), min_match=9, k=1)
-    outputs, _, _ = run(TARGET, [PROMPT] * samples, requests, drafter=drafter, max_batch_size=500)
-    assert p_value(outputs, joint(TARGET, PARAMS["plain"], PROMPT, LENGTH), SIZE) < ALPHA
+    assert value(drafter, 3000, max_batch_size=500) < ALPHA
 
 
-def test_a_choice_by_what_was_guessed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_by_what_was_drafted_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: a hybrid that takes the model's draft only where it likes its first token writes another distribution."""
-    samples = 3000
     propose = ModelDrafter.propose
 
     def liked(self, rows, budget, policy):  # type: ignore[no-untyped-def]
@@ -98,32 +93,28 @@ def test_a_choice_by_what_was_guessed_is_noticed(monkeypatch: pytest.MonkeyPatch
         )
 
     monkeypatch.setattr(ModelDrafter, "propose", liked)
-    requests = [SamplingParams.of(PARAMS["plain"], seed=seed) for seed in range(samples)]
     drafter = Hybrid(SuffixDrafter(), ModelDrafter(DRAFT, SIZE), min_match=9, k=2)
-    outputs, _, _ = run(TARGET, [PROMPT] * samples, requests, drafter=drafter, max_batch_size=500)
-    assert p_value(outputs, joint(TARGET, PARAMS["plain"], PROMPT, LENGTH), SIZE) < ALPHA
+    assert value(drafter, 3000, max_batch_size=500) < ALPHA
 
 
-@pytest.mark.parametrize("policy", [None, ThroughputLength()])
-def test_greedy_output_is_that_of_plain_decoding(policy: ThroughputLength | None) -> None:
+@pytest.mark.parametrize("policy", [ConstantLength(6), ThroughputLength()], ids=["constant", "throughput"])
+def test_greedy_output_is_that_of_plain_decoding(policy: Any) -> None:
     model = CausalModel(make("llama", 3, vocab_size=SMALL, tie_word_embeddings=False))
     model.use_fused()
-    head = HeadModel(random_head(model), model)
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
     plain, _, _ = run(model, PROMPTS, params, drafter=None, gamma=0)
-    drafter = Hybrid(SuffixDrafter(), HeadDrafter(head, SMALL), min_match=3, k=2)
-    ours, _, engine = run(
-        model, PROMPTS, params, drafter=drafter, policy=policy or ConstantLength(6), join_later=2, max_batch_size=3
-    )
+    other = HeadDrafter(HeadModel(random_head(model), model), SMALL)
+    drafter = Hybrid(SuffixDrafter(), other, min_match=3, k=2)
+    ours, _, engine = run(model, PROMPTS, params, drafter=drafter, policy=policy, join_later=2, max_batch_size=3)
     assert engine.draft_failures == 0 and ours == plain
 
 
 def test_each_row_is_drafted_by_the_one_that_knows_it() -> None:
     """A long match is taken from the n-gram drafter, up to the budget; other rows get at most k tokens of the model."""
-    table = TableModel.random(9, seed=1)
     prompts = [[1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4], [8, 1, 7]]
     drafter = Hybrid(SuffixDrafter(), ModelDrafter(TableModel.random(9, seed=2), 9), min_match=3, k=2)
-    _, steps, _ = run(table, prompts, SamplingParams(max_new_tokens=8, ignore_eos=True), drafter=drafter, gamma=6)
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    _, steps, _ = run(TableModel.random(9, seed=1), prompts, params, drafter=drafter, gamma=6)
     first = {step.request_id: step.num_drafted for step in reversed(steps)}
     assert first[0] > 2 and first[1] == 2
 
@@ -139,11 +130,13 @@ def test_what_is_kept_by_a_member_of_a_member_is_known() -> None:
 
 def test_what_cannot_be_a_hybrid() -> None:
     model = ModelDrafter(DRAFT, SIZE)
-    with refused("lookup", "ModelDrafter"):
-        Hybrid(model, model)  # type: ignore[arg-type]
-    with refused("drafters", "ModelTreeDrafter"):
-        Hybrid(MaxGram(), ModelTreeDrafter(CausalModel(make("llama")), 97))
-    with refused("min_match", 0):
-        Hybrid(MaxGram(), model, min_match=0)
-    with refused("k", 0):
-        Hybrid(MaxGram(), model, k=0)
+    tree = ModelTreeDrafter(CausalModel(make("llama")), 97)
+    cases: list[tuple[str, Any, list[Any], dict[str, int]]] = [
+        ("lookup", "ModelDrafter", [model, model], {}),
+        ("drafters", "ModelTreeDrafter", [MaxGram(), tree], {}),
+        ("min_match", 0, [MaxGram(), model], {"min_match": 0}),
+        ("k", 0, [MaxGram(), model], {"k": 0}),
+    ]
+    for param, given, drafters, options in cases:
+        with refused(param, given):
+            Hybrid(*drafters, **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -41,10 +41,6 @@ def shallow(family: str = "llama", layers: int = 2, seed: int = 0) -> tuple[Caus
     return target, first_layers(target, layers)
 
 
-def work(steps: Sequence[Step]) -> list[tuple[int, int, int]]:
-    return [(step.request_id, step.num_drafted, step.num_accepted) for step in steps]
-
-
 def decode(target: CausalModel, drafter: Drafter | None, **options: Any) -> tuple[list[list[int]], list[Step]]:
     params = options.pop("params", SamplingParams(max_new_tokens=NEW))
     outputs, steps, engine = run(target, PROMPTS, params, drafter=drafter, join_later=2, **options)
@@ -52,39 +48,52 @@ def decode(target: CausalModel, drafter: Drafter | None, **options: Any) -> tupl
     return outputs, steps
 
 
-def test_layers_that_depend_on_their_number_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="its layers have inputs of their own, or read the keys"):
-        shallow("gemma4")
+def plain(target: CausalModel) -> list[list[int]]:
+    return decode(target, None, gamma=0)[0]
+
+
+def alike(target: CausalModel, make_with: Callable[[type[ModelDrafter]], Drafter], **options: Any) -> list[Step]:
+    """Steps with a drafter in the target's cache, which are those of the same layers with a cache of their own."""
+    ours, borrowed = decode(target, make_with(SelfDrafter), **options)
+    theirs, own = decode(target, make_with(ModelDrafter), **options)
+    work = [[(step.request_id, step.num_drafted, step.num_accepted) for step in steps] for steps in (borrowed, own)]
+    assert ours == theirs and work[0] == work[1]
+    if "params" not in options:
+        assert ours == plain(target)
+    return borrowed
 
 
 @pytest.mark.parametrize("family", [one for one in sorted(FAMILIES) if not one.startswith("gemma4")])
 def test_the_targets_cache_serves_as_well_as_one_of_its_own(family: str) -> None:
     target, short = shallow(family)
-    plain, _ = decode(target, None, gamma=0)
-    ours, borrowed = decode(target, SelfDrafter(short, VOCAB))
-    theirs, own = decode(target, ModelDrafter(short, VOCAB))
-    assert ours == theirs == plain
-    assert work(borrowed) == work(own)
-    assert {s.num_accepted for s in borrowed if s.num_drafted == 4} > {4}, "rejections and whole drafts"
+    steps = alike(target, lambda kind: kind(short, VOCAB))
+    assert {s.num_accepted for s in steps if s.num_drafted == 4} > {4}, "rejections and whole drafts"
+
+
+def test_layers_that_depend_on_their_number_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="its layers have inputs of their own, or read the keys"):
+        shallow("gemma4")
+
+
+def sampled(temperature: float) -> list[SamplingParams]:
+    """Every second row is greedy if others are sampled."""
+    return [SamplingParams(temperature=i % 2 * temperature, seed=i, max_new_tokens=NEW) for i in range(len(PROMPTS))]
 
 
 @pytest.mark.parametrize("rule", ["speculative", "block", "match", "coupled"])
 def test_sampled_rows_too(rule: str) -> None:
     target, short = shallow(seed=3)
-    params = [SamplingParams(temperature=i % 3 * 0.5, seed=i, max_new_tokens=NEW) for i in range(len(PROMPTS))]
-    ours, borrowed = decode(target, SelfDrafter(short, VOCAB), params=params, rule=rule)
-    theirs, own = decode(target, ModelDrafter(short, VOCAB), params=params, rule=rule)
-    assert ours == theirs and work(borrowed) == work(own)
-    assert any(s.num_accepted for s in borrowed) and any(s.num_accepted < s.num_drafted for s in borrowed)
+    steps = alike(target, lambda kind: kind(short, VOCAB), params=sampled(0.8), rule=rule)
+    assert any(s.num_accepted for s in steps) and any(s.num_accepted < s.num_drafted for s in steps)
 
 
-def test_a_policy_that_stops_rows_one_by_one() -> None:
+def test_a_policy_that_stops_rows_one_by_one_and_a_trimmed_head() -> None:
     target, short = shallow(seed=1)
-    policy = ConfidenceLength(0.5, high=6)
-    ours, borrowed = decode(target, SelfDrafter(short, VOCAB), policy=policy)
-    theirs, own = decode(target, ModelDrafter(short, VOCAB), policy=policy)
-    assert ours == theirs == decode(target, None, gamma=0)[0] and work(borrowed) == work(own)
-    assert len({s.num_drafted for s in borrowed}) > 3
+    steps = alike(target, lambda kind: kind(short, VOCAB), policy=ConfidenceLength(0.5, high=6))
+    assert len({s.num_drafted for s in steps}) > 3
+    ids = sorted({token for output in plain(target) for token in output})[::2]
+    steps = alike(target, lambda kind: kind(trimmed_head(short, ids), VOCAB))
+    assert any(s.num_accepted for s in steps) and any(s.num_accepted < s.num_drafted for s in steps)
 
 
 class Junk(Fake):
@@ -99,49 +108,22 @@ PLANS = [[[4, 0], [0, 3]], [[2, 3], [0, 0]], [[2, 3], [0, 2]]]
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("last", [Junk, lambda: PromptLookup(min_ngram=1)], ids=["junk", "lookup"])
-@pytest.mark.parametrize("k", PLANS, ids=str)
-def test_inside_a_cascade(k: list[list[int]], last: Any, temperature: float) -> None:
+def test_inside_a_cascade(last: Any, temperature: float) -> None:
     target, short = shallow(seed=2)
-    params = [SamplingParams(temperature=temperature, seed=i, max_new_tokens=NEW) for i in range(len(PROMPTS))]
-    ours, borrowed = decode(target, Cascade([SelfDrafter(short, VOCAB), last()], k), params=params, gamma=8)
-    theirs, own = decode(target, Cascade([ModelDrafter(short, VOCAB), last()], k), params=params, gamma=8)
-    assert ours == theirs and work(borrowed) == work(own)
-    assert temperature or ours == decode(target, None, gamma=0)[0]
+    options: dict[str, Any] = {"gamma": 8, **({"params": sampled(temperature)} if temperature else {})}
+    for k in PLANS:
+        alike(target, lambda kind, k=k: Cascade([kind(short, VOCAB), last()], k), **options)
 
 
-def test_behind_a_model_that_reviews() -> None:
+def test_after_a_model_that_reviews_also_in_two_depths() -> None:
     """Called again and again within one step, about contexts that were drafted and partly taken back."""
     target, short = shallow(seed=2)
     large = CausalModel(make("llama", 7))
     k = [[5, 0, 0], [0, 2, 1], [0, 0, 2]]
-
-    def cascade(kind: type[ModelDrafter]) -> Cascade:
-        return Cascade([ModelDrafter(large, VOCAB), kind(short, VOCAB), Junk()], k)
-
-    ours, borrowed = decode(target, cascade(SelfDrafter), gamma=8)
-    theirs, own = decode(target, cascade(ModelDrafter), gamma=8)
-    assert ours == theirs == decode(target, None, gamma=0)[0] and work(borrowed) == work(own)
-
-
-def two_depths(kind: type[ModelDrafter], target: CausalModel, large: CausalModel) -> Cascade:
-    """A review of draft tokens by two layers, then by one layer, both in the same slots."""
-    parts = [ModelDrafter(large, VOCAB), *(kind(first_layers(target, n), VOCAB) for n in (2, 1)), Junk()]
-    return Cascade(parts, [[6, 0, 0, 0], [0, 2, 2, 2], [0, 0, 2, 1], [0, 0, 0, 2]])
-
-
-def test_two_depths_of_the_target_in_one_cascade_keep_the_output() -> None:
-    target, _ = shallow(seed=2)
-    large = CausalModel(make("llama", 7))
-    ours, _ = decode(target, two_depths(SelfDrafter, target, large), gamma=9)
-    assert ours == decode(target, None, gamma=0)[0]
-
-
-def test_a_trimmed_head_on_top() -> None:
-    target, short = shallow()
-    ids = sorted({token for output in decode(target, None, gamma=0)[0] for token in output})[::2]
-    ours, steps = decode(target, SelfDrafter(trimmed_head(short, ids), VOCAB))
-    assert ours == decode(target, None, gamma=0)[0]
-    assert any(step.num_accepted for step in steps) and any(step.num_accepted < step.num_drafted for step in steps)
+    alike(target, lambda kind: Cascade([ModelDrafter(large, VOCAB), kind(short, VOCAB), Junk()], k), gamma=8)
+    depths = [SelfDrafter(first_layers(target, n), VOCAB) for n in (2, 1)]  # both in the same slots
+    k = [[6, 0, 0, 0], [0, 2, 2, 2], [0, 0, 2, 1], [0, 0, 0, 2]]
+    assert decode(target, Cascade([ModelDrafter(large, VOCAB), *depths, Junk()], k), gamma=9)[0] == plain(target)
 
 
 class Seen(SelfDrafter):
@@ -165,11 +147,18 @@ class Seen(SelfDrafter):
         return proposal
 
 
-def test_every_guess_is_that_of_a_fresh_pass_and_the_targets_cache_is_untouched() -> None:
+def test_every_draft_token_is_that_of_a_fresh_pass_and_the_targets_cache_is_untouched() -> None:
     target, short = shallow(seed=4)
-    drafter = Seen(short, VOCAB)
+    drafter, fed, forward = Seen(short, VOCAB), list[int](), short.forward
     engine = Engine(target, drafter, make_rule("speculative"), ConstantLength(4), max_batch_size=3)
     contexts = {engine.submit(p, SamplingParams(max_new_tokens=4 + 5 * i)): list(p) for i, p in enumerate(PROMPTS)}
+
+    def spied(model_input: ModelInput, cache: Any) -> Any:
+        if cache is drafter.context.cache:
+            fed.append(max(model_input.num_tokens))
+        return forward(model_input, cache)
+
+    short.forward = spied  # type: ignore[method-assign]
     while engine.has_work:
         for step in engine.step():
             contexts[step.request_id] += step.token_ids
@@ -185,16 +174,7 @@ def test_every_guess_is_that_of_a_fresh_pass_and_the_targets_cache_is_untouched(
                     fresh = target.uncached(torch.tensor([contexts[row.request_id]]))[0, -1]
                 assert float((cached[i] - fresh).abs().max()) < 1e-3
     assert engine.draft_failures == 0 and drafter.checked >= 40
-
-
-def test_without_an_engine_it_has_a_cache_of_its_own() -> None:
-    _, short = shallow()
-    alone, model = SelfDrafter(short, VOCAB), ModelDrafter(short, VOCAB)
-    rows = Rows([Row(i, [5, 6, 7], SamplingParams(), limit=99) for i in range(2)])
-    for drafter in (alone, model):
-        drafter.admit(rows, 0)
-    policy = ConstantLength(3)
-    assert torch.equal(alone.propose(rows, [3, 2], policy).token_ids, model.propose(rows, [3, 2], policy).token_ids)
+    assert set(fed) == {1}, "nothing is prefilled or caught up on"
 
 
 def lent(target: CausalModel, *drafters: SelfDrafter) -> tuple[Rows, SlotCache]:
@@ -209,39 +189,27 @@ def lent(target: CausalModel, *drafters: SelfDrafter) -> tuple[Rows, SlotCache]:
     return rows, owner
 
 
-def test_guessed_contexts_that_come_and_go() -> None:
+def test_draft_contexts_that_come_and_go_also_without_an_engine() -> None:
     """Each draft token is what a draft with a cache of its own makes, and what is still the same is not fed again."""
     target, short = shallow(seed=5)
-    drafter, model = SelfDrafter(short, VOCAB), ModelDrafter(short, VOCAB)
+    drafter, model, alone = SelfDrafter(short, VOCAB), ModelDrafter(short, VOCAB), SelfDrafter(short, VOCAB)
     rows, _ = lent(target, drafter)
-    model.admit(rows, 0)
+    for one in (model, alone):
+        one.admit(rows, 0)
     policy, generator = ConstantLength(3), torch.Generator().manual_seed(0)
     for step in range(30):
         size = int(torch.randint(1, 7, (1,), generator=generator))
         drafts = [(torch.arange(9) * (1 + step % 3) + 11 + i)[: size - i % size].tolist() for i in range(2)]
         ahead = rows.with_draft(drafts, step)
-        ours, theirs = (one.propose(ahead, [3, step % 4], policy) for one in (drafter, model))
-        assert ours.num_tokens == theirs.num_tokens == [3, step % 4]
+        ours, theirs, third = (one.propose(ahead, [3, step % 4], policy) for one in (drafter, model, alone))
+        assert ours.num_tokens == theirs.num_tokens == third.num_tokens == [3, step % 4]
         for i, n in enumerate(ours.num_tokens):
             assert torch.equal(ours.token_ids[i, :n], theirs.token_ids[i, :n])
+            assert torch.equal(ours.token_ids[i, :n], third.token_ids[i, :n])
         assert drafter.context.cache.lengths[0] == ahead[0].size + 2, "all but the last token it wrote"
         fresh = rows.with_draft([[*drafts[0], int(ours.token_ids[0, 0])], []], 0)
         drafter.context.prepare(fresh, [True, False])
         assert drafter.context.cache.lengths[0] == fresh[0].size - 1, "nothing is left to catch up on"
-
-
-def test_nothing_is_prefilled_or_caught_up_on() -> None:
-    target, short = shallow(seed=1)
-    fed: list[int] = []
-    forward = short.forward
-
-    def spied(model_input: ModelInput, cache: Any) -> Any:
-        fed.append(max(model_input.num_tokens))
-        return forward(model_input, cache)
-
-    short.forward = spied  # type: ignore[method-assign]
-    decode(target, SelfDrafter(short, VOCAB))
-    assert set(fed) == {1}
 
 
 def test_two_depths_do_not_draft_from_what_the_other_overwrote() -> None:
@@ -264,15 +232,14 @@ def test_two_depths_do_not_draft_from_what_the_other_overwrote() -> None:
 
 def test_layers_of_a_target_that_lost_its_fused_passes_draft_all_the_same() -> None:
     """A watched model that is changed goes back to its family's own code, whose cache the fused layers cannot read."""
-    loaded = foresay.load(make("llama"), drafter="none")
-    target = loaded.target.model
+    target = foresay.load(make("llama"), drafter="none").target.model
     assert isinstance(target, CausalModel) and target.batch_invariant
     short = first_layers(target, 1)
     assert short.batch_invariant
     params = SamplingParams(max_new_tokens=12)
-    plain, _, _ = run(target, [[5, 6, 7]], params)
+    expected, _, _ = run(target, [[5, 6, 7]], params)
     target.fused = None  # as `CausalModel.new_cache` leaves it
     ours, steps, engine = run(target, [[5, 6, 7]], params, drafter=SelfDrafter(short, target.vocab_size))
     assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
     assert any(step.num_drafted for step in steps) and not short.batch_invariant
-    assert ours == plain
+    assert ours == expected

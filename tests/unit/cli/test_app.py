@@ -1,20 +1,22 @@
-"""The command tree: its table, its help pages, and what starting the program and listing its commands import."""
+"""The command tree: its table, its help pages, commands of other packages, and what starting the program and listing imports."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
+from click.shell_completion import ShellComplete
 
 from foresay import __version__
-from foresay.cli.app import _run
-from foresay.cli.commands import OWN, REMOVED, commands, named
+from foresay.cli.app import _run, app
+from foresay.cli.commands import OWN, REMOVED, commands, feature, find, named
 from foresay.cli.options import numbers
 from foresay.models.drafts.files import LAYOUTS
 from foresay.spec.settings_file import FILE
@@ -29,35 +31,36 @@ MODULES = {
     name: f"{'foresay.cli' if name in OUR_OWN else 'foresay_lab.commands'}.{name.replace('-', '_')}" for name in BY_NAME
 }
 """The module that each command runs."""
-each_command = pytest.mark.parametrize("name", BY_NAME)
+LIGHT = ("", "--help", "--version", "ngram", "genrate", "generate -h", "distill -h", "serve --porrt 1")
+FRESH = f"""
+import json, sys
+from importlib import import_module
+import foresay.cli.app as app
+
+def show():
+    print(json.dumps(list(sys.modules)), file=sys.stderr)
+
+for line in {LIGHT}:
+    app._run(line.split())
+    show()
+codes = [app._run([name, "-h"]) for name in {[*BY_NAME]}]
+ready = [callable(import_module(name).run) for name in {[*MODULES.values()]}]
+show()
+sys.exit(sum(codes) + ready.count(False))
+"""
 
 
-def imported_by(*args: str) -> set[str]:
-    """Modules that a fresh interpreter has after a command, whole names; without arguments, after `import foresay.cli`."""
-    code = f"import sys, json, foresay.cli.app as app\nargs = {list(args)}\nargs and app._run(args)\n"
-    code += "print(json.dumps(list(sys.modules)), file=sys.stderr)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(json.loads(out.stderr.splitlines()[-1]))
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        (),
-        ("--help",),
-        ("--version",),
-        ("ngram",),
-        ("genrate",),
-        ("generate", "-h"),
-        ("distill", "-h"),
-        ("serve", "--porrt", "1"),
-    ],
-    ids=" ".join,
-)
-def test_what_needs_nothing_heavy_imports_nothing_heavy(args: tuple[str, ...]) -> None:
-    loaded = imported_by(*args)
-    assert "foresay.cli.app" in loaded and not loaded & HEAVY
-    assert not {*MODULES.values()} & loaded
+def test_a_fresh_interpreter_imports_nothing_heavy_where_nothing_needs_it() -> None:
+    """Control: then what runs the commands is imported, all of it."""
+    done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, check=False)
+    *loaded, control = (set(json.loads(line)) for line in done.stderr.splitlines() if line.startswith("["))
+    assert done.returncode == 0 and len(loaded) == len(LIGHT)
+    for line, modules in zip(LIGHT, loaded, strict=True):
+        assert "foresay.cli.app" in modules and not modules & {*HEAVY, *MODULES.values()}, line
+    assert {*MODULES.values(), "numpy"} <= control
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("[")]
+    assert len(errors) == 3 and all(line.startswith("foresay: ") for line in errors), "ngram, genrate, --porrt"
+    assert done.stdout.count("\nExamples:\n") == len(BY_NAME) + 2
 
 
 @pytest.mark.parametrize(
@@ -79,10 +82,10 @@ def test_wrong_usage(args: list[str], message: str, capsys: pytest.CaptureFixtur
 
 
 def test_what_the_system_refuses_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def refused(*_: object, **__: object) -> None:
+    def refusing(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device", "/a/b")
 
-    monkeypatch.setattr("foresay.cli.app.app", refused)
+    monkeypatch.setattr("foresay.cli.app.app", refusing)
     monkeypatch.setattr("foresay.cli.app._discard_stdout", lambda: None)
     assert _run([]) == 2 and capsys.readouterr().err == "foresay: '/a/b': No space left on device\n"
 
@@ -102,9 +105,7 @@ def page(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, co
     assert _run([*args, "--help"]) == 0
     out, err = capsys.readouterr()
     assert err == "" and out.isascii() and "\x1b" not in out, "readable in a pipe and on a plain terminal"
-    assert all(len(line) <= columns for line in out.splitlines()), [
-        one for one in out.splitlines() if len(one) > columns
-    ]
+    assert [line for line in out.splitlines() if len(line) > columns] == []
     assert not re.search(r"[a-z]\.\.\.$", out, re.MULTILINE), "nothing is cut short"
     return out
 
@@ -113,16 +114,21 @@ def headings(out: str) -> list[str]:
     return [line[:-1] for line in out.splitlines() if line.endswith(":") and not line.startswith(" ")]
 
 
-def test_the_help_of_the_program_is_grouped(
+def test_the_help_of_the_program_and_options_are_grouped(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = page(capsys, monkeypatch, 80)
     assert headings(out) == [*commands(), "Options"]
     for name, command in BY_NAME.items():
         assert command.summary and f"  {name.ljust(11)}  {command.summary}" in out.splitlines(), "complete, in one line"
+    out = page(capsys, monkeypatch, 100, "generate")
+    panels = ["Arguments", "Options", "Drafting", "Sampling", "Workers", "Machine", "Examples"]
+    assert headings(out) == panels
+    at = [out.index(f"\n{title}:\n") for title in panels]
+    assert at[1] < out.index("--json") < at[2] < out.index("--length") < at[3] < out.index("--top-p") < at[4]
 
 
-@each_command
+@pytest.mark.parametrize("name", BY_NAME)
 def test_a_page(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It fits, opens with the summary, names every option once under a heading, and its examples are understood."""
     command, out = BY_NAME[name], page(capsys, monkeypatch, 100, name)
@@ -138,16 +144,8 @@ def test_a_page(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     page(capsys, monkeypatch, 60, name)
 
 
-def test_options_are_in_panels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    out = page(capsys, monkeypatch, 100, "generate")
-    panels = ["Arguments", "Options", "Drafting", "Sampling", "Workers", "Machine", "Examples"]
-    assert headings(out) == panels
-    at = [out.index(f"\n{title}:\n") for title in panels]
-    assert at[1] < out.index("--json") < at[2] < out.index("--length") < at[3] < out.index("--top-p") < at[4]
-
-
-def test_one_word_has_one_meaning() -> None:
-    """An option has one type wherever it appears, but for those that are several numbers in some commands."""
+def test_one_word_has_one_meaning_and_the_model_one_name() -> None:
+    """An option has one type in all commands but for some that are several numbers in some; -m everywhere, or the argument."""
     kinds: dict[str, set[str]] = {}
     for command in BY_NAME.values():
         for parameter in command.params:
@@ -155,10 +153,6 @@ def test_one_word_has_one_meaning() -> None:
                 kinds.setdefault(flag, set()).add(parameter.type.name)
     several = {flag for flag, some in kinds.items() if flag.startswith("--") and len(some) > 1}
     assert several == {"--against", "--batch-size", "--context", "--trace"} and "--rate" in kinds
-
-
-def test_there_is_one_way_to_name_the_model() -> None:
-    """-m everywhere, and the argument unless that is something else."""
     params = {name: command.params for name, command in BY_NAME.items()}
     flags = {name: {flag for one in some for flag in one.opts} for name, some in params.items()}
     assert {name for name in flags if not {"-m", "--model"} <= flags[name]} == {"report", "memory"}
@@ -173,52 +167,82 @@ def test_there_are_few_commands_and_options() -> None:
     assert len(BY_NAME) <= 20 and options <= 338
 
 
-# -- version and completion ----------------------------------------------------------------------------------------------
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_and_completion(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(["--version"]) == 0
     assert capsys.readouterr() == (f"foresay {__version__}\n", "")
-
-
-@pytest.mark.parametrize(
-    ("words", "found"), [("foresay pr", ["profile", "prepare"]), ("foresay distill --attention", ["--attention-heads"])]
-)
-def test_the_shell_completes_commands_and_options(words: str, found: list[str]) -> None:
-    count = str(len(words.split(" ")) - 1)
-    environment = {**os.environ, "_FORESAY_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": count}
-    done = subprocess.run(
-        [sys.executable, "-m", "foresay"], env=environment, capture_output=True, text=True, check=True
-    )
-    assert [line.removeprefix("plain,") for line in done.stdout.split()] == found
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_completion_script_is_shown(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(["--show-completion", shell]) == 0 and "_FORESAY_COMPLETE" in capsys.readouterr().out
-
-
-def test_every_command_starts_in_a_fresh_interpreter() -> None:
-    """Smoke test outside of pytest's process: help pages of all commands, then what runs them."""
-    code = (
-        "import sys\nfrom importlib import import_module\nfrom foresay.cli.app import _run\n"
-        f"codes = [_run([name, '-h']) for name in {[*BY_NAME]}]\n"
-        f"ready = [callable(import_module(name).run) for name in {[*MODULES.values()]}]\n"
-        "sys.exit(sum(codes) + ready.count(False))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("\nExamples:\n") == len(BY_NAME)
-    loaded = imported_by("report", "missing.jsonl")
-    assert {"foresay_lab.commands.report", "numpy"} <= loaded, "negative control: a command that runs is imported"
+    complete = ShellComplete(app, {}, "foresay", "_FORESAY_COMPLETE").get_completions
+    assert [one.value for one in complete([], "pr")] == ["profile", "prepare"]
+    assert [one.value for one in complete(["distill"], "--attention")] == ["--attention-heads"]
+    for shell in ("bash", "zsh", "fish"):
+        assert _run(["--show-completion", shell]) == 0 and "_FORESAY_COMPLETE" in capsys.readouterr().out
 
 
 def test_defaults_on_help_pages_are_those_of_the_code() -> None:
     """Help pages are written without the modules that need PyTorch."""
-    pages = {
-        name: " ".join(str(getattr(one, "help", "")) for one in command.params) for name, command in BY_NAME.items()
-    }
+    pages = {name: " ".join(str(getattr(one, "help", "")) for one in one.params) for name, one in BY_NAME.items()}
     assert f"[default: {TOLERANCE}]" in pages["check"]
     assert ", ".join(LAYER_CHOICES) in pages["distill"] and all(kind in pages["distill"] for kind in KINDS)
     assert set(LAYOUTS) == {"speculators", "plain"} and "speculators or plain" in pages["export"]
     assert {one.default for one in BY_NAME["tune"].params if one.name == "output"} == {FILE}
+
+
+# -- commands of other packages --------------------------------------------------------------------------------------
+
+MODULE = """
+from foresay.cli.command import command
+COMMANDS = (command("greet", "Print a greeting.", examples="foresay greet", package="others.work"),)
+"""
+
+
+def install(folder: Path, name: str, points: str) -> None:
+    """A distribution without modules, as pip would have installed it."""
+    info = folder / f"{name}-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text(points)
+
+
+@pytest.fixture
+def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "others" / "work").mkdir(parents=True)
+    (tmp_path / "others" / "table.py").write_text(MODULE)
+    (tmp_path / "others" / "work" / "greet.py").write_text("def run(given):\n    print('hello')\n    return 3\n")
+    (tmp_path / "others" / "wrong.py").write_text("TEXTS = ('a',)\nNOTHING = ()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    commands.cache_clear()
+    yield tmp_path
+    commands.cache_clear()
+
+
+def test_a_command_of_another_package_is_listed_and_runs(others: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    install(others, "others", "[foresay.commands]\nRun = others.table:COMMANDS\nMore = others.wrong:NOTHING\n")
+    assert _run(["greet"]) == 3 and capsys.readouterr() == ("hello\n", "")
+    assert [one.name for one in commands()["Run"]] == [*(one.name for one in OWN["Run"]), "greet"]
+    assert [*commands()] == [*OWN, "More"]
+    assert feature("compare").__name__ == "foresay_lab.commands.comparison"
+    with refused("feature", "swim"):
+        feature("swim")
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("others.gone:COMMANDS", "cannot be loaded: ModuleNotFoundError: "),
+        ("others.table:GONE", "cannot be loaded: AttributeError: "),
+        ("others.wrong:TEXTS", "are left out: 'a' is no foresay.cli.command.Command"),
+        ("foresay.cli.commands.run:COMMANDS", "are left out: 'generate' exists"),
+    ],
+)
+def test_a_broken_entry_point_is_one_line(
+    others: Path, capsys: pytest.CaptureFixture[str], value: str, problem: str
+) -> None:
+    """It names the package, comes once, and all other commands are there; a command of foresay's own reads no entry point."""
+    every = [*named()]
+    commands.cache_clear()
+    install(others, "broken-one", f"[foresay.commands]\nX = {value}\n")
+    install(others, "others", "[foresay.commands]\nOther = others.table:COMMANDS\n")
+    assert find("generate") is not None and capsys.readouterr().err == ""
+    assert _run(["greet"]) == 3 and _run(["--help"]) == 0
+    line = capsys.readouterr().err
+    assert line.startswith(f"foresay: commands 'X' of broken-one 1.2 ({value}) {problem}") and line.count("\n") == 1
+    assert [*named()] == [*every, "greet"]

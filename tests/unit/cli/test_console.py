@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,26 +19,21 @@ from foresay.spec.expressions import Call, parse
 from foresay.spec.recipes import DRAFTERS
 from helpers.refusals import refused
 
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("hello", False),
-        ("hello \\", True),
-        ("hello \\\nyou", False),
-        ("a line of LaTeX \\\\", False),
-        ('"""', True),
-        ('"""one', True),
-        ('"""one"""', False),
-        ('"""\none\n', True),
-        ('"""\none\n"""', False),
-        ('  """\none"""  ', False),
-        ('say """ here', False),
-        ("", False),
-    ],
+OPEN = ("hello \\", '"""', '"""one', '"""\none\n')
+WHOLE = (
+    "hello",
+    "hello \\\nyou",
+    "a line of LaTeX \\\\",
+    '"""one"""',
+    '"""\none\n"""',
+    '  """\none"""  ',
+    'a """ here',
+    "",
 )
-def test_which_lines_belong_together(text: str, expected: bool) -> None:
-    assert is_open(text) is expected
+
+
+def test_which_lines_belong_together() -> None:
+    assert [text for text in (*OPEN, *WHOLE) if is_open(text)] == [*OPEN]
 
 
 @pytest.mark.parametrize(
@@ -59,37 +53,20 @@ def test_joining_lines(text: str, expected: Entry) -> None:
     assert entry(text) == expected
 
 
-def test_commands_may_be_cut_short() -> None:
-    assert resolve("temp") == resolve("tempe") == "temperature"
-    assert resolve("gamma") == "length" and resolve("hi") == "history"
-    assert resolve("draft") == "draft" and resolve("drafte") == "drafter"
-    assert resolve("sa") == "save" and resolve("save!") == "save!"
-    assert resolve("exit") == "quit"
+SHORT = {
+    "temp": "temperature", "tempe": "temperature", "gamma": "length", "hi": "history", "draft": "draft",
+    "drafte": "drafter", "sa": "save", "save!": "save!", "exit": "quit",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "param", "value"),
-    [
-        ("dra", "/dra", None),
-        ("tem", "/tem", None),
-        ("s", "/s", None),
-        ("histroy", "/histroy", None),
-        ("", "/", None),
-    ],
-)
-def test_what_is_no_command_says_what_is(name: str, param: str, value: Any) -> None:
-    with refused(param, value):
-        resolve(name)
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_documents_itself(name: str) -> None:
-    assert COMMANDS[name].purpose.endswith(".") and len(_usage(name)) <= 20
-
-
-def test_synonyms_are_not_commands_and_lead_to_some() -> None:
-    assert not SYNONYMS.keys() & COMMANDS.keys()
-    assert set(SYNONYMS.values()) <= COMMANDS.keys()
+def test_commands_may_be_cut_short_and_document_themselves() -> None:
+    assert {name: resolve(name) for name in SHORT} == SHORT
+    for name in ("dra", "tem", "s", "histroy", ""):
+        with refused(f"/{name}", None):
+            resolve(name)
+    for name, command in COMMANDS.items():
+        assert command.purpose.endswith(".") and len(_usage(name)) <= 20
+    assert not SYNONYMS.keys() & COMMANDS.keys() and set(SYNONYMS.values()) <= COMMANDS.keys()
 
 
 @pytest.mark.parametrize(
@@ -124,14 +101,9 @@ def test_the_history_is_the_users_own(tmp_path: Path, monkeypatch: pytest.Monkey
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     monkeypatch.setenv("XDG_STATE_HOME", "relative")
     assert history_file() == Path.home() / ".local" / "state" / "foresay" / "history"
-
-
-def test_a_history_that_cannot_be_kept_stays_in_memory(tmp_path: Path) -> None:
-    from prompt_toolkit.history import InMemoryHistory
-
     (tmp_path / "file").touch()
-    assert isinstance(entering._history(tmp_path / "file" / "history"), InMemoryHistory)
-    assert isinstance(entering._history(None), InMemoryHistory)
+    for unkept in (tmp_path / "file" / "history", None):
+        assert type(entering._history(unkept)).__name__ == "InMemoryHistory"
 
 
 def test_methods_describes_every_name() -> None:

@@ -9,25 +9,38 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from foresay.drafters import Memory
 from foresay.drafters.memory import memory
 from foresay.drafters.memory.database import NAME, Database
 from foresay.drafters.memory.segment import SEPARATOR, Segment, pattern
-from foresay.drafters.ngram_store import NgramStore
 from foresay.drafters.owners import MOST_SALTS
 from foresay.errors import VocabularyMismatchError
 from helpers.refusals import refused
 from helpers.waiting import wait_until
 
 TEXTS = [[1, 2, 3], [7, 8], [1, 2, 4, 5, 6], list(range(30)), [9], [4, 5, 4, 5, 4, 5, 8]]
+Open = Callable[..., Memory]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Open]:
+    """Call with texts and options: the memory of the folder "m", or of `name`; it is closed after the test."""
+    known: list[Memory] = []
+
+    def open_(texts: list[list[int]] | None = None, *, name: str = "m", **options: Any) -> Memory:
+        known.append(filled(tmp_path / name, texts or [], **options))
+        return known[-1]
+
+    yield open_
+    for one in known:
+        one.close()
 
 
 def ids(tokens: list[int]) -> Any:
@@ -38,7 +51,7 @@ def kept(one: Memory, owner: str = "") -> list[list[int]]:
     return [text.tolist() for text in one.texts(owner)]
 
 
-def filled(folder: Path, texts: list[list[int]] = TEXTS, **options: Any) -> Memory:
+def filled(folder: Path, texts: list[list[int]], **options: Any) -> Memory:
     one = Memory(folder, **options)
     for text in texts:
         one.add("", ids(text))
@@ -57,40 +70,20 @@ def database(one: Memory) -> sqlite3.Connection:
     return one._database._db
 
 
-def test_texts_outlive_the_process(tmp_path: Path) -> None:
-    filled(tmp_path / "m").close()
-    again = Memory(tmp_path / "m")
+def full(*_: Any) -> Any:
+    raise sqlite3.OperationalError("database or disk is full")
+
+
+def test_texts_outlive_the_process(opened: Open, tmp_path: Path) -> None:
+    opened(TEXTS).close()
+    again = opened()
     assert kept(again) == TEXTS and again.writes
-    assert first(again, [0, 1, 2]) == (3, [3, 4, 5])
+    assert first(again, [0, 1, 2]) == (3, [3, 4, 5]) and first(again, [77]) == (0, [])
     assert first(again, [5, 1, 2, 4]) == (3, [5, 6]), "up to the end of the text"
-    assert first(again, [77]) == (0, [])
     again.close()
     assert [path.name for path in (tmp_path / "m").iterdir()] == [NAME]
-    assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "m", tmp_path / "m" / NAME)), (
-        "texts are private"
-    )
-
-
-@given(
-    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), max_size=12), st.lists(st.integers(0, 3), max_size=9)
-)
-@settings(max_examples=60, deadline=None)
-def test_the_longest_match_is_found_in_any_files(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[list[int]], context: list[int]
-) -> None:
-    one = filled(tmp_path_factory.mktemp("m"), texts)
-    assert kept(one) == texts
-    found = [
-        (n, text[end : end + 2])
-        for text in texts
-        for n in range(1, len(context) + 1)
-        for end in range(n, len(text))
-        if text[end - n : end] == context[-n:]
-    ]
-    longest = max((n for n, _ in found), default=0)
-    length, tokens = first(one, context, 2)
-    assert length == longest and (tokens in [after for n, after in found if n == longest] or not found)
-    one.close()
+    private = (tmp_path / "m", tmp_path / "m" / NAME)
+    assert all(path.stat().st_mode & 0o077 == 0 for path in private), "texts are private"
 
 
 def test_without_separators_texts_would_run_together() -> None:
@@ -105,50 +98,65 @@ def test_without_separators_texts_would_run_together() -> None:
     assert SEPARATOR not in next(whole.continuations(pattern(ids([1, 2])), 9))[1]
 
 
-def test_a_killed_process(tmp_path: Path) -> None:
+BEGIN = "import sys, numpy as np, pathlib, foresay.drafters as d\nm = d.Memory(pathlib.Path(sys.argv[1]))\n"
+
+
+def test_a_killed_process(opened: Open, tmp_path: Path) -> None:
     """SIGKILL at a random time; what is there afterwards is a beginning of the texts."""
     code = (
-        "import sys, numpy as np\nfrom pathlib import Path\nfrom foresay.drafters import Memory\nm = Memory(Path(sys.argv[1]))\n"
         "for i in range(10**9):\n    m.add('', np.array([i % 1000, i // 1000, 5, 6]))\n"
         "    if i % 50 == 49:\n        m.flush()\n        print(i, flush=True)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "m")], stdout=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", BEGIN + code, str(tmp_path / "m")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         for _ in range(3):
             last = int(process.stdout.readline())
         process.send_signal(signal.SIGKILL)
         process.wait()
-    again = Memory(tmp_path / "m")
-    texts = kept(again)
+    texts = kept(opened())
     assert texts == [[i % 1000, i // 1000, 5, 6] for i in range(len(texts))] and len(texts) > last
-    again.close()
+
+
+def test_several_processes_write(opened: Open, tmp_path: Path) -> None:
+    """They create the folder at the same time, and each finds the texts of all."""
+    code = (
+        "for i in range(60):\n    m.add('', np.array([int(sys.argv[2]), i, 5]))\nm.close()\nassert m.problem is None\n"
+    )
+    command = [sys.executable, "-c", BEGIN + code, str(tmp_path / "m")]
+    processes = [subprocess.Popen([*command, str(i)]) for i in range(2)]
+    assert [process.wait(120) for process in processes] == [0, 0]
+    one = opened()
+    texts = kept(one)
+    assert len(texts) == 120
+    assert all([text for text in texts if text[0] == i] == [[i, j, 5] for j in range(60)] for i in range(2))
+    opened([[80, 81, 82]])
+    one.add("", ids([90]))
+    one.flush()
+    assert first(one, [80, 81]) == (2, [82]), "with the next text of its own"
 
 
 @pytest.mark.parametrize("commits", [False, True])
-def test_a_change_is_whole_or_not_there(commits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_is_whole_or_not_there(opened: Open, commits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process ends after it has written a merged segment, before older ones go; or commits too early (control)."""
-    one = filled(tmp_path / "m", [[1, 2], [3, 4]])
+    one = opened([[1, 2], [3, 4]])
     real = Database._insert
 
     def ended(self: Database, owner: str, segment: Segment) -> int | None:
-        row = real(self, owner, segment)
+        real(self, owner, segment)
         if commits:
             self._db.commit()
         raise KeyboardInterrupt  # no error that is reported and survived
-        return row
 
     monkeypatch.setattr(Database, "_insert", ended)
     with pytest.raises(KeyboardInterrupt):
         one._update(next(iter(one._segments)), ids([5, 6]))
     monkeypatch.undo()
-    again = Memory(tmp_path / "m")
-    assert (kept(again) == [[1, 2], [3, 4]]) != commits
-    for opened in (one, again):
-        opened.close()
+    assert (kept(opened()) == [[1, 2], [3, 4]]) != commits
 
 
-def test_with_a_full_disk_texts_are_kept_in_the_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    one = filled(tmp_path / "m", TEXTS)
+def test_with_a_full_disk_texts_are_kept_in_the_process(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+    one = opened(TEXTS)
     limit = database(one).execute("PRAGMA page_count").fetchone()[0]
     database(one).execute(f"PRAGMA max_page_count = {limit}")
     more = [[100 + i] * 500 for i in range(20)]
@@ -157,26 +165,24 @@ def test_with_a_full_disk_texts_are_kept_in_the_process(tmp_path: Path, caplog: 
     one.flush()
     assert one.problem is not None and "full" in one.problem and caplog.text.count("no longer keeps texts") == 1
     assert kept(one) == [*TEXTS, *more] and first(one, [0, 1, 2]) == (3, [3, 4, 5])
-    other = Memory(tmp_path / "m", reads_only=True)
+    other = opened(reads_only=True)
     assert len(kept(other)) < len(TEXTS + more)
     database(one).execute(f"PRAGMA max_page_count = {limit + 1000}")
     one.add("", ids([50, 51]))
     one.flush()
     assert one.problem is None and "keeps texts on the disk again" in caplog.text
     assert kept(one) == kept(other) == [*TEXTS, *more, [50, 51]], "the other process finds them"
-    for opened in (one, other):
-        opened.close()
 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_writing_is_resumed_for_owners_that_write_no_more(
-    waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    opened: Open, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a while, or when the memory is closed."""
     monkeypatch.setattr(memory, "RETRY_S", 0.05 if waits else 10.0)
-    one = Memory(tmp_path / "m")
+    one = opened()
     with monkeypatch.context() as patched:
-        patched.setattr(Database, "update", _full)
+        patched.setattr(Database, "update", full)
         for owner in ("a", "b"):
             one.add(owner, ids(TEXTS[0]))
         one.flush()
@@ -184,27 +190,29 @@ def test_writing_is_resumed_for_owners_that_write_no_more(
     if waits:
         wait_until(lambda: one.problem is None, "texts to be written")
     one.close()
-    again = Memory(tmp_path / "m")
+    again = opened()
     assert [kept(again, owner) for owner in ("a", "b")] == [[TEXTS[0]]] * 2 and len(again.owners()) == 2
-    again.close()
 
 
-def _full(*_: Any) -> Any:
-    raise sqlite3.OperationalError("database or disk is full")
-
-
-def test_merging_into_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, target = filled(tmp_path / "a"), Memory(tmp_path / "b")
-    monkeypatch.setattr(target._database, "update", _full)
+def test_memories_are_merged_by_owner_or_not_at_all(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, token in (("a", 5), ("b", 6)):
+        one = opened(name=name)
+        for owner in ("", "key"):
+            one.add(owner, ids([1, 2, token + 10 * bool(owner)]))
+        one.close()
+    target = opened(name="all")
+    assert [target.merge(opened(name=name, reads_only=True)) for name in ("a", "b", "a")] == [2, 2, 0]
+    assert kept(target) == [[1, 2, 5], [1, 2, 6]] and kept(target, "key") == [[1, 2, 15], [1, 2, 16]]
+    target.close()
+    assert first(opened(name="all"), [1, 2], owner="key") == (2, [16])
+    source, target = opened(TEXTS[:1], name="source"), opened(name="none")
+    monkeypatch.setattr(target._database, "update", full)
     with refused("memory"):
         target.merge(source)
-    for one in (source, target):
-        one.close()
 
 
-def test_no_error_ends_the_thread_that_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Memory(tmp_path / "m")
-    real = Memory._grown
+def test_no_error_ends_the_thread_that_writes(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, real = opened(), Memory._grown
 
     def grown(self: Memory, stored: Any, new: Any) -> Any:
         if any(5 in segment.texts()[0] for segment in new):
@@ -216,43 +224,12 @@ def test_no_error_ends_the_thread_that_writes(tmp_path: Path, monkeypatch: pytes
         one.add("", ids(text))
     one.flush(20)
     assert kept(one) == [[1, 2], [3, 4]] and one.problem == "RuntimeError: some error"
-    one.close()
 
 
-def test_a_queue_that_is_too_long_drops_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = threading.Event()
-    monkeypatch.setattr(memory, "_MAX_QUEUED", 3)
-    monkeypatch.setattr(Memory, "_update", lambda self, name, text=None: gate.wait(20))
-    one = Memory(tmp_path / "m")
-    for _ in range(10):
-        one.add("", ids([1, 2]))
-    assert 5 <= one.dropped <= 7
-    gate.set()
-    one.close()
-
-
-def test_a_folder_that_can_only_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    filled(tmp_path / "m").close()
-
-    def denied(*_: Any) -> int:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(os, "open", denied)
-    one = Memory(tmp_path / "m")
-    one.add("", ids([1]))
-    one.flush()
-    assert not one.writes and one.problem is None and kept(one) == TEXTS and "is only read" in caplog.text
-    one.close()
-    with refused("memory"):
-        Memory(tmp_path / "new")
-
-
-def test_decoding_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_does_not_wait_for_the_disk(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first request of a key finds nothing until its texts are read, and does not wait; nor does one that ends."""
-    filled(tmp_path / "m").close()
-    one, gate, threads = Memory(tmp_path / "m"), threading.Event(), set[str]()
+    opened(TEXTS).close()
+    one, gate, threads = opened(), threading.Event(), set[str]()
     real = Database.update
 
     def slow(self: Database, *given: Any) -> Any:
@@ -261,36 +238,48 @@ def test_decoding_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest
         return real(self, *given)
 
     monkeypatch.setattr(Database, "update", slow)
+    monkeypatch.setattr(memory, "_MAX_QUEUED", 3)
     one.prepare("")
     wait_until(lambda: bool(threads), "the thread to read")
     one.add("", ids([70, 71, 72]))
-    assert not gate.is_set()
+    for _ in range(9):  # a queue that is too long drops texts
+        one.add("", ids([60, 61]))
+    assert not gate.is_set() and one.dropped == 7
     assert [list(one.continuations("", ids(text), 3)) for text in ([0, 1, 2], [70, 71])] == [[], []]
     gate.set()
-    assert (
-        first(one, [0, 1, 2]) == (3, [3, 4, 5]) and first(one, [70, 71]) == (2, [72]) and threads == {"foresay-memory"}
-    )
-    one.close()
+    assert first(one, [0, 1, 2]) == (3, [3, 4, 5]) and first(one, [70, 71]) == (2, [72])
+    assert threads == {"foresay-memory"}
 
 
-@pytest.mark.parametrize("where", [0, 9, -1])
-@pytest.mark.parametrize("column", ["tokens", "suffixes"])
-def test_a_damaged_segment_is_dropped(
-    column: str, where: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_folder_that_can_only_be_read(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = filled(tmp_path / "m", [[1] * 40, [2] * 3])
+    opened(TEXTS).close()
+
+    def denied(*_: Any) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "open", denied)
+    one = opened([[1]])
+    assert not one.writes and one.problem is None and kept(one) == TEXTS and "is only read" in caplog.text
+    with refused("memory"):
+        Memory(tmp_path / "new")
+
+
+@pytest.mark.parametrize(("column", "where"), [("tokens", 0), ("tokens", 9), ("suffixes", -1)])
+def test_a_damaged_segment_is_dropped(
+    opened: Open, column: str, where: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = opened([[1] * 40, [2] * 3])
     (row, data), *_ = database(one).execute(f"SELECT id, {column} FROM segments ORDER BY id").fetchall()
     changed = bytearray(data)
     changed[where] ^= 0x55
     database(one).execute(f"UPDATE segments SET {column} = ? WHERE id = ?", (bytes(changed), row))
     one.close()
-    again = filled(tmp_path / "m", [[5, 5]])
-    assert (
-        kept(again) == [[2, 2, 2], [5, 5]]
-        and caplog.text.count(f"segment {row} of {tmp_path / 'm' / NAME} is not used") == 1
-    )
+    again = opened([[5, 5]])
+    assert kept(again) == [[2, 2, 2], [5, 5]]
+    assert caplog.text.count(f"segment {row} of {tmp_path / 'm' / NAME} is not used") == 1
     assert database(again).execute("SELECT id FROM segments WHERE id = ?", (row,)).fetchall() == []
-    again.close()
 
 
 @pytest.mark.parametrize(
@@ -314,9 +303,9 @@ def test_a_damaged_segment_is_dropped(
         "PRAGMA journal_mode = DELETE",
     ],
 )
-def test_hostile_rows_and_tables(statement: str, tmp_path: Path) -> None:
+def test_hostile_rows_and_tables(opened: Open, statement: str, tmp_path: Path) -> None:
     """They are refused or not used, and nothing that they name is executed."""
-    filled(tmp_path / "m", [[1, 2, 3]]).close()
+    opened([[1, 2, 3]]).close()
     db = sqlite3.connect(tmp_path / "m" / NAME)
     with db:
         db.executescript(statement)
@@ -326,19 +315,18 @@ def test_hostile_rows_and_tables(statement: str, tmp_path: Path) -> None:
             Memory(tmp_path / "m")
         assert str(tmp_path / "m" / NAME) in str(caught.value)
         return
-    again = filled(tmp_path / "m", [[7, 8]])
+    again = opened([[7, 8]])
     assert again.problem is None and kept(again)[-1] == [7, 8]
-    again.close()
 
 
-@pytest.mark.parametrize("content", [b"not a database" * 100, None, b"folder"])
-def test_files_that_are_no_memory_are_refused(content: bytes | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["text", "another database", "folder"])
+def test_files_that_are_no_memory_are_refused(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "m" / NAME
     path.parent.mkdir()
-    if content == b"folder":
+    if kind == "folder":
         path.mkdir()
-    elif content is not None:
-        path.write_bytes(content)
+    elif kind == "text":
+        path.write_bytes(b"not a database" * 100)
     else:
         db = sqlite3.connect(path)
         db.execute("CREATE TABLE another (a)")
@@ -349,58 +337,22 @@ def test_files_that_are_no_memory_are_refused(content: bytes | None, tmp_path: P
     assert str(path) in str(caught.value) and (path.is_dir() or path.read_bytes() == before)
 
 
-def test_a_folder_of_another_vocabulary_or_version(tmp_path: Path) -> None:
-    Memory(tmp_path / "m", fingerprint="a").close()
+def test_a_folder_of_another_vocabulary_or_version_or_a_file(opened: Open, tmp_path: Path) -> None:
+    opened(fingerprint="a").close()
     with pytest.raises(VocabularyMismatchError, match="texts of another vocabulary"):
         Memory(tmp_path / "m", fingerprint="b")
     (tmp_path / "m" / "memory.json").write_text('{"format": 1, "fingerprint": "a"}')
-    with refused("memory"):
-        Memory(tmp_path / "m", fingerprint="a")
     (tmp_path / "file").touch()
-    with refused("memory"):
-        Memory(tmp_path / "file")
+    for name in ("m", "file"):
+        with refused("memory"):
+            Memory(tmp_path / name, fingerprint="a")
+    with refused("max_tokens", -1):
+        Memory(max_tokens=-1)
 
 
-def test_several_processes_write(tmp_path: Path) -> None:
-    """They create the folder at the same time, and each finds the texts of all."""
-    code = (
-        "import sys, numpy as np\nfrom pathlib import Path\nfrom foresay.drafters import Memory\nm = Memory(Path(sys.argv[1]))\n"
-        "for i in range(60):\n    m.add('', np.array([int(sys.argv[2]), i, 5]))\nm.close()\nassert m.problem is None\n"
-    )
-    processes = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "m"), str(i)]) for i in range(2)]
-    assert [process.wait(120) for process in processes] == [0, 0]
-    one = Memory(tmp_path / "m")
-    texts = kept(one)
-    assert (
-        all([text for text in texts if text[0] == i] == [[i, j, 5] for j in range(60)] for i in range(2))
-        and len(texts) == 120
-    )
-    other = filled(tmp_path / "m", [[80, 81, 82]])
-    one.add("", ids([90]))
-    one.flush()
-    assert first(one, [80, 81]) == (2, [82]), "with the next text of its own"
-    for opened in (one, other):
-        opened.close()
-
-
-def test_memories_are_merged_by_owner(tmp_path: Path) -> None:
-    for name, token in (("a", 5), ("b", 6)):
-        one = Memory(tmp_path / name)
-        for owner in ("", "key"):
-            one.add(owner, ids([1, 2, token + 10 * bool(owner)]))
-        one.close()
-    target = Memory(tmp_path / "all")
-    assert [target.merge(Memory(tmp_path / name, reads_only=True)) for name in ("a", "b", "a")] == [2, 2, 0]
-    assert kept(target) == [[1, 2, 5], [1, 2, 6]] and kept(target, "key") == [[1, 2, 15], [1, 2, 16]]
-    target.close()
-    again = Memory(tmp_path / "all")
-    assert first(again, [1, 2], owner="key") == (2, [16])
-    again.close()
-
-
-def test_files_are_bounded(tmp_path: Path) -> None:
+def test_files_are_bounded(opened: Open, tmp_path: Path) -> None:
     texts = [[i, i + 1, i + 2, i + 3] for i in range(400)]
-    one = filled(tmp_path / "m", texts, max_tokens=256)
+    one = opened(texts, max_tokens=256)
     found = kept(one)
     assert one.size <= 256 and found == texts[-len(found) :] and len(found) > 20
     one.close()
@@ -410,20 +362,11 @@ def test_files_are_bounded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("has_folder", [False, True])
 def test_the_salts_of_one_key_are_few(has_folder: bool, tmp_path: Path) -> None:
     """A client may make as many as it likes: they displace each other, and nothing of another key, or of none."""
-    memory = Memory(tmp_path / "m" if has_folder else None)
+    one = Memory(tmp_path / "m" if has_folder else None)
     owners = ["other", "other\nsalt", "key", *(f"key\n{i}" for i in range(MOST_SALTS + 6))]
     for i, owner in enumerate(owners):
-        memory.add(owner, np.arange(100 * i, 100 * i + 9))
-    memory.flush()
-    found = {int(text[0]) // 100 for texts in memory.owners().values() for text in texts}
+        one.add(owner, np.arange(100 * i, 100 * i + 9))
+    one.flush()
+    found = {int(text[0]) // 100 for texts in one.owners().values() for text in texts}
     assert found == {0, 1, 2, *range(9, len(owners))}
-    memory.close()
-
-
-def test_the_counts_of_one_keys_salts_are_few() -> None:
-    store = NgramStore(3)
-    first, other = store.of_owner("key\n0"), store.of_owner("other\n0")
-    assert store.of_owner("key\n0") is first
-    for i in range(1, MOST_SALTS + 1):
-        store.of_owner(f"key\n{i}")
-    assert store.of_owner("other\n0") is other and store.of_owner("key\n0") is not first
+    one.close()

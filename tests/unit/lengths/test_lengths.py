@@ -12,14 +12,11 @@ import torch
 from foresay.decoding.distributions import build_distributions
 from foresay.decoding.outcome import Step
 from foresay.decoding.rows import Rows
-from foresay.decoding.sampling_params import SamplingParams
 from foresay.decoding.stopping import DraftStep
 from foresay.drafters import ModelDrafter
-from foresay.errors import ConfigError
-from foresay.lengths import ConfidenceLength, ConstantLength, EntropyLength, HeuristicLength, ThroughputLength
+from foresay.lengths import ConfidenceLength, EntropyLength, HeuristicLength
 from foresay.models.table import TableModel
 from helpers.making import make_row, make_rows
-from helpers.support import run
 
 SIZE = 5
 
@@ -38,7 +35,7 @@ def trace(policy: HeuristicLength, *outcomes: tuple[int, int]) -> list[int]:
     return out
 
 
-def test_the_heuristic_by_hand() -> None:
+def test_the_heuristic_by_hand_and_row_by_row() -> None:
     assert trace(HeuristicLength(), (5, 5), (7, 6), (6, 6), (8, 0)) == [5, 7, 6, 8, 7]
     assert trace(HeuristicLength(), (3, 3)) == [5, 7], "a draft that is shorter than its budget may hold whole"
     assert trace(HeuristicLength(), (0, 0), (0, 0)) == [5, 5, 5], "no draft changes nothing"
@@ -47,23 +44,19 @@ def test_the_heuristic_by_hand() -> None:
     assert trace(HeuristicLength(4, up=3, down=2, low=2, high=8), (4, 4), (7, 7), (8, 1), (6, 0), (4, 0), (2, 0)) == [
         *(4, 7, 8, 6, 4, 2, 2)
     ]
-
-
-def test_the_heuristic_keeps_rows_apart() -> None:
     policy, rows = HeuristicLength(), Rows([make_row(), make_row(), make_row()])
     policy.observe(rows, [step(5, 5), step(5, 1), step(0, 0)])
     assert policy.budget(rows) == [7, 4, 5]
     assert policy.budget(Rows([rows[2], rows[0], make_row()])) == [5, 7, 5], "a row takes its length along"
-    assert HeuristicLength().budget(Rows([make_row()])) == [5]
 
 
-LAW = torch.tensor([0.5, 0.2, 0.2, 0.06, 0.04])
+PROBS = torch.tensor([0.5, 0.2, 0.2, 0.06, 0.04])
 
 
 def draft_tokens(*tokens: int, params: tuple[dict[str, Any], ...]) -> DraftStep:
     """One drawn token for each row, all from the same raw scores."""
     rows = make_rows(*params)
-    distributions = build_distributions(LAW.log().expand(len(tokens), 1, -1).clone(), rows)
+    distributions = build_distributions(PROBS.log().expand(len(tokens), 1, -1).clone(), rows)
     return DraftStep(torch.zeros(len(tokens), dtype=torch.int64), torch.tensor(tokens), distributions)
 
 
@@ -75,9 +68,9 @@ TOP: dict[str, Any] = {"temperature": 1.0, "top_k": 1}
 
 def going(policy: ConfidenceLength | EntropyLength, one: DraftStep, index: int = 0) -> list[bool]:
     rows = make_rows(*[{}] * len(one.token_ids))
-    told = policy.stopping(rows).keep(dataclasses.replace(one, index=one.index + index))
-    assert told is not None
-    return told.tolist()
+    going_on = policy.stopping(rows).keep(dataclasses.replace(one, index=one.index + index))
+    assert going_on is not None
+    return going_on.tolist()
 
 
 @pytest.mark.parametrize(
@@ -91,12 +84,11 @@ def going(policy: ConfidenceLength | EntropyLength, one: DraftStep, index: int =
 )
 def test_confidence_looks_at_what_was_drawn_from(threshold: float, expected: list[bool]) -> None:
     """q(x) of a sampled token after all processing; of a greedy one the softmax at temperature 1."""
-    q_cold = float(LAW[0] ** 2 / (LAW**2).sum())
+    q_cold = float(PROBS[0] ** 2 / (PROBS**2).sum())
     assert 0.55 < q_cold < 0.9
     one = draft_tokens(0, 1, 0, 0, 4, params=(GREEDY, SAMPLED, COLD, TOP, SAMPLED))
     assert going(ConfidenceLength(threshold), one) == expected
-    all_greedy = draft_tokens(0, 0, params=(GREEDY, GREEDY))
-    assert going(ConfidenceLength(threshold), all_greedy) == [expected[0]] * 2
+    assert going(ConfidenceLength(threshold), draft_tokens(0, params=(GREEDY,))) == [expected[0]]
     all_sampled = draft_tokens(1, 4, params=(SAMPLED, SAMPLED))
     assert going(ConfidenceLength(threshold), all_sampled) == [expected[1], expected[4]]
 
@@ -106,18 +98,16 @@ def entropy(distribution: torch.Tensor) -> float:
 
 
 def test_entropy_is_of_the_law_drawn_from_in_nats() -> None:
-    raw, cold = entropy(LAW), entropy(LAW**2 / (LAW**2).sum())
+    raw, cold = entropy(PROBS), entropy(PROBS**2 / (PROBS**2).sum())
     assert cold < raw - 0.2
     one = draft_tokens(0, 1, 1, 0, params=(GREEDY, SAMPLED, COLD, TOP))
     for threshold, expected in ((raw + 0.01, [True] * 4), (raw - 0.01, [False, False, True, True])):
         assert going(EntropyLength(threshold), one) == expected
     assert going(EntropyLength(cold - 0.01), one) == [False, False, False, True]
     assert going(EntropyLength(0.0), one)[3], "a distribution of one token has no entropy"
-    assert going(EntropyLength(raw - 0.01), draft_tokens(0, params=(GREEDY,))) == [False]
-    assert going(EntropyLength(raw + 0.01), draft_tokens(0, params=(GREEDY,))) == [True]
-
-
-def test_a_score_of_minus_infinity_does_no_harm() -> None:
+    for margin in (-0.01, 0.01):
+        assert going(EntropyLength(raw + margin), draft_tokens(0, params=(GREEDY,))) == [margin > 0]
+    # a score of minus infinity does no harm
     scores = torch.tensor([0.5, 0.5, 0.0]).log()[None, None]
     for params in (GREEDY, SAMPLED):
         one = DraftStep(torch.tensor([0]), torch.tensor([0]), build_distributions(scores.clone(), make_rows(params)))
@@ -138,8 +128,6 @@ def test_the_unsure_token_stays_within_the_bounds(kind: type, params: dict[str, 
         assert policy.budget(rows) == [high, high]
         proposal = drafter.propose(rows, policy.budget(rows), policy)
         assert list(proposal.num_tokens) == [wanted, wanted]
-    outputs, _, engine = run(model, [[1], [2]], SamplingParams(max_new_tokens=9), drafter=drafter, policy=kind(never))
-    assert outputs == run(model, [[1], [2]], SamplingParams(max_new_tokens=9), gamma=0)[0] and not engine.draft_failures
 
 
 def test_rows_stop_one_by_one_and_at_the_first_unsure_token() -> None:
@@ -157,29 +145,3 @@ def test_rows_stop_one_by_one_and_at_the_first_unsure_token() -> None:
             context.append(token)
         assert all(sure[:-1]) and (n == 12 or not sure[-1])
     assert len(set(proposal.num_tokens)) > 3
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ConstantLength(65), "num_draft_tokens=65 must be an integer in [0, 64]"),
-        (lambda: ConstantLength(True), "num_draft_tokens=True must be an integer in [0, 64]"),
-        (lambda: HeuristicLength(0, low=1), "start=0 must be an integer in [1, 20]"),
-        (lambda: HeuristicLength(21), "start=21 must be an integer in [1, 20]"),
-        (lambda: HeuristicLength(low=9, high=8), "low=9 must be an integer in [1, 8]"),
-        (lambda: HeuristicLength(low=0), "low=0 must be an integer in [1, 20]"),
-        (lambda: HeuristicLength(high=65), "high=65 must be an integer in [1, 64]"),
-        (lambda: HeuristicLength(up=-1), "up=-1 must be an integer in [0, 64]"),
-        (lambda: HeuristicLength(down=0.5), "down=0.5 must be an integer in [0, 64]"),  # type: ignore[arg-type]
-        (lambda: ConfidenceLength(1.5), "threshold=1.5 must be a finite number in [0, 1]"),
-        (lambda: ConfidenceLength(low=0), "low=0 must be an integer in [1, 20]"),
-        (lambda: EntropyLength(-1), "threshold=-1 must be a finite number in [0, 100]"),
-        (lambda: EntropyLength(low=21), "low=21 must be an integer in [1, 20]"),
-        (lambda: ThroughputLength(start=17), "start=17 must be an integer in [1, 16]"),
-        (lambda: ThroughputLength(high=0), "high=0 must be an integer in [1, 64]"),
-    ],
-)
-def test_bad_settings_are_refused(make: Any, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        make()
-    assert str(caught.value) == message

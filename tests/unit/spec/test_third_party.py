@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from foresay import Engine, SamplingParams, TableModel
+from foresay import SamplingParams, TableModel
 from foresay.cli.app import _run
-from foresay.decoding.acceptance import Speculative
 from foresay.errors import ConfigError, UnknownNameError
-from foresay.lengths import ConstantLength
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import resolve
 from foresay.spec.recipe import Resources
 from foresay.spec.recipes import read_drafter, third_party_names
 from helpers.refusals import refused
+from helpers.support import run
 
 MODULE = '''"""A module of another package."""
 import torch
@@ -84,6 +83,7 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "repeat = drafts_a:Repeat\nnothing = drafts_a:nothing\nfailing = drafts_a:failing\nbroken = drafts_a:absent\n"
         "unconfigured = drafts_a:Unconfigured\nunnamed = drafts_a:unnamed\n"
     )
+    assert third_party_names() == []
     install(tmp_path / "a", "drafts_a", MODULE, points, monkeypatch)
 
 
@@ -91,51 +91,33 @@ def resources() -> Resources:
     return Resources(resolve(TableModel.random(6, seed=1), LoadOptions(), None))
 
 
-def test_without_packages_there_are_none() -> None:
-    assert third_party_names() == []
-
-
 @pytest.mark.usefixtures("_installed")
 def test_a_drafter_by_its_name_drafts() -> None:
     recipe = read_drafter("repeat(times=1)")
     assert recipe.samples, "it may sample, so a seed's text must not depend on an adaptive length"
     drafter = recipe.prepare(resources())()
-    engine = Engine(TableModel.random(6, seed=1), drafter, Speculative(), ConstantLength(3))
-    engine.submit([1, 2], SamplingParams(max_new_tokens=6))
-    steps = []
-    while engine.has_work:
-        steps += engine.step()
+    _, steps, _ = run(
+        TableModel.random(6, seed=1), [[1, 2]], SamplingParams(max_new_tokens=6), drafter=drafter, gamma=3
+    )
     assert max(step.num_drafted for step in steps) == 1, "times=1 bounds a budget of 3"
+    assert read_drafter("cascade(self=1, repeat(3); k=[[1, 2], [0, 1]])").num_draft_tokens > 0
 
 
 @pytest.mark.usefixtures("_installed")
 def test_settings_are_those_of_its_parameters() -> None:
-    with refused("setting", "tims", UnknownNameError):
-        read_drafter("repeat(tims=3)")
+    for text, param, value, kind in (
+        ("repeat(tims=3)", "setting", "tims", UnknownNameError),
+        ("unconfigured(times=1)", "setting", "times", UnknownNameError),
+        ("unnamed", "drafter", "unnamed", ConfigError),
+    ):
+        with refused(param, value, kind):
+            read_drafter(text)
     with pytest.raises(ConfigError, match="times=0 must be at least 1"):
         read_drafter("repeat(0)").prepare(resources())
-
-
-@pytest.mark.usefixtures("_installed")
-def test_a_class_without_a_constructor_has_no_settings() -> None:
-    recipe = read_drafter("unconfigured")
-    builder = recipe.prepare(resources())
+    builder = read_drafter("unconfigured").prepare(resources())
     first, second = builder(), builder()
     assert first is not second
     assert type(first).built == 2, "the instance that was checked is the first engine's"  # type: ignore[attr-defined]
-    with refused("setting", "times", UnknownNameError):
-        read_drafter("unconfigured(times=1)")
-
-
-@pytest.mark.usefixtures("_installed")
-def test_settings_without_names_are_refused() -> None:
-    with refused("drafter", "unnamed"):
-        read_drafter("unnamed")
-
-
-@pytest.mark.usefixtures("_installed")
-def test_it_may_be_a_member_of_a_cascade() -> None:
-    assert read_drafter("cascade(self=1, repeat(3); k=[[1, 2], [0, 1]])").num_draft_tokens > 0
 
 
 @pytest.mark.usefixtures("_installed")
@@ -149,17 +131,15 @@ def test_a_module_is_imported_only_for_its_drafter() -> None:
 
 
 @pytest.mark.usefixtures("_installed")
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("broken", r"drafter 'broken' of drafts_a 1\.2 \(drafts_a:absent\) cannot be loaded: AttributeError: "),
-        ("nothing", r"drafter 'nothing' of drafts_a 1\.2 makes a int, which has no propose\(\)"),
-        ("failing", r"drafter 'failing' of drafts_a 1\.2: OSError: no such device"),
-    ],
-)
-def test_a_broken_one_is_an_error_that_names_its_package(name: str, message: str) -> None:
-    with refused("drafter"):
-        read_drafter(name).prepare(resources())
+def test_a_broken_one_is_an_error_that_names_its_package() -> None:
+    for name, problem in (
+        ("broken", "(drafts_a:absent) cannot be loaded: AttributeError: "),
+        ("nothing", "makes a int, which has no propose()"),
+        ("failing", "OSError: no such device"),
+    ):
+        with refused("drafter") as caught:
+            read_drafter(name).prepare(resources())
+        assert f"'{name}' of drafts_a 1.2" in str(caught.value) and problem in str(caught.value)
 
 
 @pytest.mark.usefixtures("_installed")

@@ -1,13 +1,15 @@
-"""Which nodes a tree of a draft model has."""
+"""Trees: the nodes that a draft model gives them, and proposals that are made of trees and chains."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from foresay.decoding.proposal import Proposal
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelTreeDrafter
+from foresay.drafters.proposal_builder import ProposalBuilder
 from foresay.drafters.tree import Tree
 from foresay.lengths import ConstantLength
 from foresay.models.table import TableModel
@@ -25,10 +27,14 @@ def paths(budgets: list[int], temperature: float = 0.0) -> list[list[Path]]:
     drafter.admit(rows, 0)
     proposal = drafter.propose(rows, budgets, ConstantLength(8))
     assert proposal.failure is None
+    return nodes_of(proposal)
+
+
+def nodes_of(proposal: Proposal) -> list[list[Path]]:
+    """The path to each node of each row."""
+    chains = torch.arange(-1, proposal.width - 1).repeat(len(proposal.num_tokens), 1)
+    parents = chains if proposal.parents is None else proposal.parents
     out = []
-    parents = (
-        torch.arange(-1, proposal.width - 1).repeat(len(rows), 1) if proposal.parents is None else proposal.parents
-    )
     for ids, above, n in zip(proposal.token_ids.tolist(), parents.tolist(), proposal.num_tokens, strict=True):
         nodes: list[Path] = []
         for token, parent in zip(ids[:n], above[:n], strict=True):
@@ -75,3 +81,17 @@ def test_without_pruning_the_first_levels_take_the_budget(monkeypatch: pytest.Mo
 def test_a_sampled_tree_uses_its_budget_and_drops_no_token() -> None:
     [nodes] = paths([9], temperature=1.0)
     assert len(nodes) == 9 and [len(path) for path in nodes] == sorted(len(path) for path in nodes)
+
+
+def test_a_tree_next_to_a_chain_and_after_one() -> None:
+    """Its roots follow the last token before it. Chains alone stay chains."""
+    builder = ProposalBuilder(3, torch.device("cpu"))
+    builder.add(Proposal(torch.tensor([[1, 2], [0, 0], [3, 0]]), [2, 0, 1]))
+    assert builder.proposal().parents is None
+    tree = torch.tensor([[0] * 4, [5, 6, 7, 8], [5, 6, 7, 8]])
+    builder.add(Proposal(tree, [0, 4, 3], parents=torch.tensor([[-1] * 4, [-1, -1, 0, 2], [-1, 0, -1, 1]])))
+    assert nodes_of(builder.proposal()) == [
+        [(1,), (1, 2)],
+        [(5,), (6,), (5, 7), (5, 7, 8)],
+        [(3,), (3, 5), (3, 5, 6), (3, 7)],
+    ]
