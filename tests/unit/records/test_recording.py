@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from foresay.decoding.outcome import FinishReason, Origin, Step
-from foresay.decoding.protocols import ModelInput
+from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.rows import Rows
 from foresay.engine.stats import Stats
 from foresay.errors import ConfigError
@@ -245,6 +245,8 @@ def test_a_recording_as_a_model_refuses() -> None:
     model.admit(Rows([make_row([1, 2])]), 0, store)
     refuses(lambda: model.forward(ModelInput(torch.tensor([[2]]), [1], hidden_layers=(1,)), store), "recording")
     assert store.lengths == [0] and np.array_equal(store.texts, [0])
+    last = model.forward(ModelInput(torch.tensor([[1, 2]]), [2], logits=Logits.LAST), store)
+    assert last.token_ids is not None and last.token_ids.tolist() == [[3]]
 
 
 CELL = Cell("suffix, 12", "chat", 1)

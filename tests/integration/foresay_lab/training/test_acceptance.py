@@ -212,6 +212,7 @@ def test_files_come_back(tmp_path: Path) -> None:
     weight, bias, last = torch.randn(6, 6), torch.randn(6), torch.randn(2, 6)
     published = {"0.linear.weight": weight, "0.linear.bias": bias, "3.weight": last}
     save_file(published, file)
+    (tmp_path / "config.json").unlink()
     y = x
     for _ in range(3):
         y = y + torch.nn.functional.silu(y @ weight.T + bias)
