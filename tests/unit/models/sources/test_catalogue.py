@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 
 from foresay import ModelNotFoundError
@@ -18,6 +17,7 @@ from foresay.models.sources.catalogue import Found, catalogue, published_drafter
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.published import PublishedTarget
 from helpers.fake_hub import FakeHub, entry
+from helpers.gguf_image import Image
 
 LAYER = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 24, "head_dim": 8}
 COMMON: dict[str, Any] = {"layer": LAYER, "vocab_size": 99, "draft_vocab_size": 99, "hidden_layers": (1, 2)}
@@ -88,15 +88,11 @@ def test_costs_are_bytes_of_the_draft_over_bytes_of_the_target(fake: FakeHub, tm
         values = f'{{"_name_or_path": "org/target", {str(config)[1:-1]}}}'.replace("'", '"').replace(", }", "}")
         (folder / "config.json").write_text(values)
         assert costs(str(folder))["a/small"] == 30 / bytes_read, config
+    url = {"general.base_model.0.repo_url": "https://huggingface.co/org/target"}
     for experts in (0, 8):
-        writer = gguf.GGUFWriter(tmp_path / "t.gguf", "qwen3moe")
-        writer.add_string("general.base_model.0.repo_url", "https://huggingface.co/org/target")
-        writer.add_expert_count(experts)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.close()
-        size = (tmp_path / "t.gguf").stat().st_size
-        assert costs(str(tmp_path / "t.gguf"))["a/small"] == 30 / (400 if experts else size)
+        image = Image([], []).changed({"general.architecture": "qwen3moe", **url, "expert_count": experts})
+        path = image.write(tmp_path / "t.gguf")
+        assert costs(str(path))["a/small"] == 30 / (400 if experts else path.stat().st_size)
 
 
 def test_a_draft_in_the_cache_is_first_and_its_configuration_decides(fake: FakeHub) -> None:
@@ -169,26 +165,11 @@ def test_an_alias_has_its_packaged_head(fake: FakeHub, monkeypatch: pytest.Monke
 # -- the choice
 
 
-def test_what_is_in_the_cache_is_chosen_without_a_request(fake: FakeHub) -> None:
-    fake.store("a/eagle", HEAD_FILES)
-    assert published_drafter("org/target", OPTIONS) == "hybrid(suffix, head(a/eagle))" and fake.requests == []
-
-
-def test_else_the_best_is_downloaded(fake: FakeHub) -> None:
+def test_what_is_in_the_cache_is_chosen_without_a_request_and_else_the_best_is_downloaded(fake: FakeHub) -> None:
     fake.downloads["a/block"] = BLOCK_FILES
-    assert published_drafter("org/target", OPTIONS) == "hybrid(suffix, block(a/block))"
-    assert fake.requests == ["download a/block"] * 2, "its configuration, then its weights"
-    assert published_drafter("org/target", OPTIONS) == "hybrid(suffix, block(a/block))", "now from the cache"
-    assert len(fake.requests) == 2
-
-
-@pytest.mark.parametrize(
-    ("model", "options", "tried"), [("org/target", OPTIONS, "a/block"), ("org/target", LLAMA_CPP, "a/small")]
-)
-def test_a_draft_that_cannot_be_reached(model: str, options: LoadOptions, tried: str, fake: FakeHub) -> None:
-    with pytest.raises(ModelNotFoundError) as caught:
-        published_drafter(model, options)
-    assert f"the published draft of {model!r}" in str(caught.value) and tried in str(caught.value)
+    for _ in range(2):  # the second time from the cache
+        assert published_drafter("org/target", OPTIONS) == "hybrid(suffix, block(a/block))"
+        assert fake.requests == ["download a/block"] * 2, "its configuration, then its weights"
 
 
 def test_the_hub_is_searched_if_nothing_is_known(fake: FakeHub) -> None:
@@ -202,6 +183,7 @@ def test_the_hub_is_searched_if_nothing_is_known(fake: FakeHub) -> None:
 def test_no_draft_is_an_error_that_names_the_target(
     online: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """As is one that cannot be reached."""
     fake = FakeHub(monkeypatch, tmp_path, online=online)
     with pytest.raises(ModelNotFoundError) as caught:
         published_drafter("org/unknown", OPTIONS)
@@ -210,25 +192,29 @@ def test_no_draft_is_an_error_that_names_the_target(
     if not online:
         with pytest.raises(ModelNotFoundError, match=r"a/draft \(not in the cache\)"):
             published_drafter("org/large", OPTIONS)
+        return
+    for options, tried in ((OPTIONS, "a/block"), (LLAMA_CPP, "a/small")):
+        with pytest.raises(ModelNotFoundError, match=f"the published draft of 'org/target'.*{tried}"):
+            published_drafter("org/target", options)
 
 
 def test_mtp_layers_are_the_last_choice_and_llama_cpp_reads_models_only(fake: FakeHub) -> None:
+    fake.store("a/eagle", HEAD_FILES)
+    assert published_drafter("org/target", OPTIONS) == "hybrid(suffix, head(a/eagle))"
+    fake.store("a/small", {"config.json": {}, "model.safetensors": b"1"})
+    assert published_drafter("org/target", LLAMA_CPP) == "hybrid(suffix, model(a/small))" and fake.requests == []
     assert published_drafter("org/own", OPTIONS) == "hybrid(suffix, mtp)"
     with pytest.raises(ModelNotFoundError, match="org/own"):
         published_drafter("org/own", LLAMA_CPP)
-    fake.store("a/eagle", HEAD_FILES)
-    fake.store("a/small", {"config.json": {}, "model.safetensors": b"1"})
-    assert published_drafter("org/target", LLAMA_CPP) == "hybrid(suffix, model(a/small))"
 
 
-def test_a_suggestion_makes_no_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fake = FakeHub(monkeypatch, tmp_path)
+def test_a_suggestion_makes_no_request(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     found = suggestion("org/target", OPTIONS)
     assert found is not None and found.draft.repo == "a/block" and fake.requests == []
-    assert suggestion("org/own", OPTIONS) is None and suggestion("org/unknown", OPTIONS) is None
-    assert suggestion("LlamaForCausalLM", OPTIONS) is None
+    for name in ("org/own", "org/unknown", "LlamaForCausalLM"):
+        assert suggestion(name, OPTIONS) is None
     assert suggestion("smollm2-135m", OPTIONS) is None, "its packaged head is a default, not a published draft"
-    offline = FakeHub(monkeypatch, tmp_path, online=False)
+    offline = FakeHub(monkeypatch, fake.cache, online=False)
     assert suggestion("org/target", OPTIONS) is None, "it could not be loaded"
     offline.store("a/eagle", HEAD_FILES)
     found = suggestion("org/target", OPTIONS)

@@ -20,20 +20,20 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeHub:
     return FakeHub(monkeypatch, tmp_path / "hub")
 
 
-def answering(fake: FakeHub, *entries: Any) -> None:
+def listed(fake: FakeHub, *entries: Any, targets: tuple[str, ...] = ("org/target",)) -> tuple[list[Any], str | None]:
     fake.listed = lambda filters: entries
+    return hub.list_drafts(targets)
 
 
 def test_drafts_are_listed_by_base_model_and_tag(fake: FakeHub) -> None:
     size = {"safetensors": "safetensors", "license:mit": "license:mit"}
-    answering(
+    drafts, problem = listed(
         fake,
         entry("a/few", "eagle3", "safetensors", downloads=3, total=100),
         entry("a/many", "DFlash2", *size, "dflash", downloads=9),
         entry("a/gguf", "dspark", "gguf", downloads=5),
         entry("a/finetune", "text-generation", downloads=99),
     )
-    drafts, problem = hub.list_drafts(("org/target",))
     assert problem is None
     assert drafts == [
         (PublishedDraft(repo="a/many", kind="dflash2", license="mit"), "org/target"),
@@ -45,21 +45,18 @@ def test_drafts_are_listed_by_base_model_and_tag(fake: FakeHub) -> None:
 
 
 def test_at_most_three_targets_are_requested_and_a_draft_is_listed_once(fake: FakeHub) -> None:
-    answering(fake, entry("a/b", "eagle3"))
-    drafts, _ = hub.list_drafts(tuple(f"org/t{i}" for i in range(10)))
+    drafts, _ = listed(fake, entry("a/b", "eagle3"), targets=tuple(f"org/t{i}" for i in range(10)))
     assert [target for _, target in drafts] == ["org/t0"] and len(fake.requests) == 3 * 5
 
 
-def test_no_request_while_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fake = FakeHub(monkeypatch, tmp_path, online=False)
-    drafts, problem = hub.list_drafts(("org/target",))
-    assert (drafts, fake.requests) == ([], []) and "HF_HUB_OFFLINE" in str(problem)
-
-
-def test_without_a_network_no_model_is_requested(fake: FakeHub) -> None:
+def test_no_model_is_requested_offline_or_without_a_network(
+    fake: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     fake.answers = False
     assert hub.list_drafts(("org/target",)) == ([], "no answer ([Errno 111] Connection refused)")
-    assert fake.requests == []
+    offline = FakeHub(monkeypatch, tmp_path, online=False)
+    drafts, problem = hub.list_drafts(("org/target",))
+    assert drafts == [] and "HF_HUB_OFFLINE" in str(problem) and fake.requests == offline.requests == []
 
 
 def test_a_failure_is_reported_in_one_printable_line(fake: FakeHub) -> None:
@@ -99,26 +96,24 @@ def test_an_endless_answer_is_cut(fake: FakeHub) -> None:
     assert problem is None and len(drafts) == 50 * len(fake.requests) and next(drawn) == len(drafts)
 
 
-@pytest.mark.parametrize(
-    "hostile",
-    [
-        *[None, 7, {"id": "a/b", "tags": ["eagle3"]}, entry("a/b", 7, None, ["eagle3"]), entry("a/b", *["x"] * 1000, "eagle3")],
-        *[entry(name, "eagle3") for name in (None, ["a/b"])],
-        *[entry(name, "eagle3") for name in ("a", "a/b/c", "../b", "a/b\n", "a/\x1b]0;x\x07", "a/b) hybrid(", "ａ/b")],
-        entry("a/" + "b" * 10_000, "eagle3"),
-    ],
-)  # fmt: skip
-def test_a_hostile_entry_is_left_out(hostile: Any, fake: FakeHub) -> None:
-    answering(fake, hostile, entry("good/one", "eagle3", "safetensors"))
-    drafts, problem = hub.list_drafts(("org/target",))
-    assert [one.repo for one, _ in drafts] == ["good/one"] and problem is None
+HOSTILE = [
+    *[None, 7, {"id": "a/b", "tags": ["eagle3"]}, entry("a/b", 7, None, ["eagle3"]), entry("a/b", *["x"] * 1000, "eagle3")],
+    *[entry(name, "eagle3") for name in (None, ["a/b"])],
+    *[entry(name, "eagle3") for name in ("a", "a/b/c", "../b", "a/b\n", "a/\x1b]0;x\x07", "a/b) hybrid(", "ａ/b")],
+    entry("a/" + "b" * 10_000, "eagle3"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("total", [True, -1, 0, 1.5, "7", 2**70, [1]])
-def test_a_wrong_size_downloads_or_licence_is_unknown(total: Any, fake: FakeHub) -> None:
-    answering(fake, entry("a/b", "eagle3", "license:<script>", "license:", total=total, downloads="many"))
-    drafts, _ = hub.list_drafts(("org/target",))
-    assert drafts == [(PublishedDraft(repo="a/b", kind="eagle3", files="unknown"), "org/target")]
+def test_a_hostile_entry_is_left_out(fake: FakeHub) -> None:
+    for hostile in HOSTILE:
+        drafts, problem = listed(fake, hostile, entry("good/one", "eagle3", "safetensors"))
+        assert [one.repo for one, _ in drafts] == ["good/one"] and problem is None, hostile
+
+
+def test_a_wrong_size_downloads_or_licence_is_unknown(fake: FakeHub) -> None:
+    for total in (True, -1, 0, 1.5, "7", 2**70, [1]):
+        one = entry("a/b", "eagle3", "license:<script>", "license:", total=total, downloads="many")
+        assert listed(fake, one)[0] == [(PublishedDraft(repo="a/b", kind="eagle3", files="unknown"), "org/target")]
 
 
 def test_the_cache(fake: FakeHub) -> None:

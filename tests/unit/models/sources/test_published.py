@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
+import foresay
 from foresay import ConfigError
 from foresay.models.drafts.kinds import drafter_of
+from foresay.models.sources.load_options import LoadKeywords, LoadOptions
 from foresay.models.sources.published import PREFERRED, PublishedDraft, read_table, table
 
 KNOWN = {*PREFERRED, "peagle", "dfly"}
@@ -45,41 +49,30 @@ def test_a_table_is_read(tmp_path: Path) -> None:
     assert found.drafts == (PublishedDraft(repo="org/draft", kind="eagle3", parameters=7, license="mit"),)
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"format": "other"}, "format"),
-        ({"version": 2}, "version"),
-        ({"more": 1}, "more"),
-        ({"targets": {}}, "targets"),
-        (target(drafts=[]), "drafts"),
-        (target(drafts=[ROW, ROW]), "org/draft is listed twice for org/target"),
-        ({"targets": [{"name": name, "drafts": [ROW]} for name in ("a/b", "A/b")]}, "a/b is listed twice"),
-        (target(active_parameters=0), "active_parameters"),
-        *(
-            (target(name=name), "name")
-            for name in ("", "org", "a/b/c", "../b", "a/b\n", "a/\x1b[2J", "a/b;c", "a/é", "/b")
-        ),
-        *((target(name=name), "name") for name in ("a" * 200 + "/b", 7, None)),
-    ],
-)
-def test_a_damaged_table_is_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"table\.json") as caught:
-        read_table(stored(tmp_path, changes))
-    assert named in str(caught.value)
-
-
+NAMES = ("", "org", "a/b/c", "../b", "a/b\n", "a/\x1b[2J", "a/b;c", "a/é", "/b", "a" * 200 + "/b", 7, None)
+DAMAGED: list[tuple[dict[str, Any], str]] = [
+    ({"format": "other"}, "format"),
+    ({"version": 2}, "version"),
+    ({"more": 1}, "more"),
+    ({"targets": {}}, "targets"),
+    (target(drafts=[]), "drafts"),
+    (target(drafts=[ROW, ROW]), "org/draft is listed twice for org/target"),
+    ({"targets": [{"name": name, "drafts": [ROW]} for name in ("a/b", "A/b")]}, "a/b is listed twice"),
+    (target(active_parameters=0), "active_parameters"),
+    *((target(name=name), "name") for name in NAMES),
+]
 WRONG: dict[str, list[Any]] = {
     "repo": ["org/../x/y"], "kind": ["EAGLE 3", None], "parameters": [-1, 1.5, "7B", 2**60], "bytes": [True],
     "license": ["<b>", ""], "files": ["exe"], "tested": ["yes"], "downloads": [7],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("field", "value"), [(name, value) for name, values in WRONG.items() for value in values])
-def test_a_damaged_draft_is_refused(field: str, value: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_table(stored(tmp_path, {}, {field: value}))
-    assert field in str(caught.value)
+def test_a_damaged_table_or_draft_is_refused(tmp_path: Path) -> None:
+    drafts: list[Any] = [({}, name, {name: value}) for name, values in WRONG.items() for value in values]
+    for changes, named, draft in (*((*one, None) for one in DAMAGED), *drafts):
+        with pytest.raises(ConfigError, match=r"table\.json") as caught:
+            read_table(stored(tmp_path, changes, draft))
+        assert named in str(caught.value), (changes, draft)
 
 
 def test_what_cannot_be_read_of_a_draft_is_named() -> None:
@@ -97,3 +90,12 @@ def test_sizes_and_ranks() -> None:
     assert [one.kind for one in sorted(drafts, key=lambda one: one.rank)] == ["dspark", "eagle3", "mtp", "other"]
     assert drafts[0].size == 20 and drafts[0].model_copy(update={"bytes": 7}).size == 7
     assert PublishedDraft(repo="a/b", kind="x").size is None
+
+
+def test_the_keywords_of_load_are_its_options() -> None:
+    """LoadKeywords, which types them, agrees with LoadOptions; each may be left out."""
+    options = get_type_hints(LoadOptions)
+    wanted = {field.name: options[field.name] for field in dataclasses.fields(LoadOptions)}
+    assert get_type_hints(LoadKeywords) == wanted and LoadKeywords.__required_keys__ == frozenset()
+    given = inspect.signature(foresay.load).parameters["options"]
+    assert given.kind is inspect.Parameter.VAR_KEYWORD and str(given.annotation) == "Unpack[LoadKeywords]"
