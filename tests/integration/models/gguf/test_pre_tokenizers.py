@@ -195,7 +195,7 @@ def test_the_table_has_every_name_of_llama_cpp() -> None:
 def test_each_name_splits_as_published(tmp_path: Path, names: str) -> None:
     """One name of each rule is read from a file. Its steps are linear in runs of one kind.
 
-    For digits that are counted from the right, a quadratic number of steps would take ten minutes, the limit of a test.
+    An expression that looks at the rest of a text from each character would take minutes.
     """
     for name in {PRE_TOKENIZERS[one]: one for one in names.split()}.values():
         backend = backend_of(tmp_path, name)
@@ -203,7 +203,7 @@ def test_each_name_splits_as_published(tmp_path: Path, names: str) -> None:
     for name in names.split():
         rule = PRE_TOKENIZERS[name]
         assert (rule.ignore_merges, rule.composes) == (name in WITHOUT_MERGES, name in COMPOSED), name
-    digits = 1_000_000 if names in ("superbpe", "tiny_aya cohere2moe", "afmoe") else 20_000
+    digits = 100_000 if names in ("superbpe", "tiny_aya cohere2moe", "afmoe") else 20_000
     for run, count, last in (("1", digits, "a"), *((run, 20_000, last) for run, last in RUNS.items())):
         text = run * count + last
         assert sum(len(piece) for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)) == len(text)
