@@ -55,7 +55,7 @@ def _table(generator: torch.Generator, size: int, depth: int, kind: str) -> Tabl
 
 
 def _thresholds(target: Table, draft: Table, tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of one draft: pi and h."""
+    """pi and h of one draft."""
     k = len(tokens)
     p = Distributions(
         torch.zeros(1, k + 1, dtype=torch.int64),

@@ -221,7 +221,7 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Drafter]]] = {
     "suffix": (lambda: Memory(max_tokens=512), SuffixDrafter),
     "cascade": (lambda: NgramStore(3), _of_cascade),
 }
-"""What is kept between requests, and a drafter that reads it."""
+"""A store that is kept between requests, and a drafter that reads it."""
 
 
 def second_requests(kept: str, rule: str) -> float:

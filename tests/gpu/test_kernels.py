@@ -1,4 +1,4 @@
-"""Compiled kernels against PyTorch's operations and the family's own code on the CPU: sampling, products, pages, drafts."""
+"""Sampling, quantized products and drafts by our kernels, against PyTorch's operations and against plain decoding."""
 
 from __future__ import annotations
 
@@ -10,107 +10,20 @@ import pytest
 import torch
 
 from foresay.decoding import draws, truncation
-from foresay.decoding.protocols import ModelInput
+from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.drafters import SelfDrafter
 from foresay.drafters.hidden_states import BlockDrafter, HeadDrafter
-from foresay.engine.prefixes import PrefixStore
 from foresay.models.drafts.block import BlockModel
 from foresay.models.drafts.block_config import SELECTOR, PathShape
 from foresay.models.drafts.head import HeadModel
 from foresay.models.hardware import Hardware
 from foresay.models.huggingface import family_layers, fused
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.huggingface.early_exit import first_layers
 from foresay.models.huggingface.linears import join_layers
 from helpers.blocks import random_block
 from helpers.families import VOCAB, make, whole_product
 from helpers.heads import random_head
-from helpers.making import make_rows
-from helpers.support import ModelDrafter, Sometimes, run
-
-
-@pytest.fixture(autouse=True)
-def in_an_interpreter(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, where a program takes a millisecond and layers are not joined: few programs, and few tokens."""
-    monkeypatch.setattr(Hardware, "gpu_kernels", True)
-    if device == "cpu":
-        from foresay.decoding import sampling_kernels
-        from foresay.models.gpu import attention, passes
-        from helpers.paged import sum_products_in_order
-
-        sum_products_in_order(monkeypatch)
-        monkeypatch.setattr(attention, "SPLITS", 1)
-        monkeypatch.setattr(passes, "MAX_ROWS", 32)
-        monkeypatch.setattr(sampling_kernels, "SPAN", 256)
-        for module in (family_layers, fused):
-            monkeypatch.setattr(module, "product_of", whole_product)
-
-
-PROMPTS = [[5, 6, 7], [8], [9] * 12, [3] * 70, [*[3] * 66, 1]]
-
-
-def paged(family: str, device: str, seed: int = 0, **sizes: Any) -> CausalModel:
-    model = make(family, seed, **sizes).to(device)
-    join_layers(model)
-    target = CausalModel(model)
-    target.use_fused()
-    assert target.paged is not None
-    return target
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "olmo2"])
-@torch.inference_mode()
-def test_greedy_output_is_that_of_the_family_s_own_code(family: str, device: str) -> None:
-    """With rows that join, common prefixes, drafts that are right now and then, and of models over pages."""
-    params = SamplingParams(max_new_tokens=24 if device == "cuda" else 3, ignore_eos=True)
-    wanted = run(CausalModel(make(family)), PROMPTS, params, gamma=0)[0]
-    target, draft = paged(family, device), paged(family, device, 1)
-    short = first_layers(target, 1)
-    for drafter in (Sometimes(wanted, VOCAB), ModelDrafter(draft, VOCAB), SelfDrafter(short, VOCAB)):
-        found, _, engine = run(
-            target, PROMPTS, params, drafter=drafter, gamma=4, max_batch_size=3, prefixes=PrefixStore(1 << 22)
-        )
-        assert engine.draft_failures == 0 and found == wanted
-
-
-@torch.inference_mode()
-def test_a_second_call_captures_nothing(device: str) -> None:
-    target = paged("llama", device)
-    assert target.paged is not None
-    params = SamplingParams(max_new_tokens=24 if device == "cuda" else 3, ignore_eos=True)
-    for captures in (None, 0):
-        before = target.paged.captures
-        run(target, PROMPTS, params, gamma=0, max_batch_size=3)
-        assert captures is None or target.paged.captures == before
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@torch.inference_mode()
-def test_a_token_has_the_same_bits_in_any_pass(dtype: torch.dtype, device: str) -> None:
-    """Alone, in a batch, in front of draft tokens, in a tree."""
-    if device == "cpu" and dtype == torch.bfloat16:
-        dtype = torch.float32  # Triton's interpreter has no products in bfloat16
-    target = paged("llama", device, hidden_size=128, intermediate_size=256)
-    target.model.to(dtype)
-    target.use_fused()
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(2, VOCAB, (length,), generator=generator).tolist() for length in (3, 70, 130)]
-
-    def scores(rows: list[int], columns: int, parents: list[int] | None = None) -> torch.Tensor:
-        cache = target.new_cache()
-        cache.add_rows(len(rows))
-        for i, row in enumerate(rows):
-            ids = torch.tensor([prompts[row]], device=target.device)
-            target.forward(ModelInput(ids, [ids.shape[1]], first_row=i), cache)
-        fed = torch.arange(5, 5 + columns, device=target.device).repeat(len(rows), 1)
-        tree = None if parents is None else torch.tensor([parents] * len(rows), device=target.device)
-        return target.forward(ModelInput(fed, [columns] * len(rows), parents=tree), cache).scores()[:, 0]
-
-    alone = torch.cat([scores([row], 1) for row in range(3)])
-    for found in (scores([0, 1, 2], 1), scores([0, 1, 2], 6), scores([0, 1, 2], 4, [-1, 0, 0, 1])):
-        assert torch.equal(found, alone)
-
+from helpers.support import run
 
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.8},
@@ -120,13 +33,29 @@ PARAMS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def in_an_interpreter(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where a program takes a millisecond: few programs."""
+    monkeypatch.setattr(Hardware, "gpu_kernels", True)
+    if device == "cpu":
+        from foresay.decoding import sampling_kernels
+        from foresay.models.gpu import attention, passes
+
+        monkeypatch.setattr(attention, "SPLITS", 1)
+        monkeypatch.setattr(passes, "MAX_ROWS", 32)
+        monkeypatch.setattr(sampling_kernels, "SPAN", 256)
+        for module in (family_layers, fused):
+            monkeypatch.setattr(module, "product_of", whole_product)
+
+
 def test_probabilities_and_draws_are_those_of_the_operations(device: str) -> None:
     from foresay.decoding import sampling_kernels
 
     vocab = 128256 if device == "cuda" else 600
+    rows = Rows([Row(i, [1], SamplingParams(**one), seed=i, limit=9) for i, one in enumerate(PARAMS)])
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(len(PARAMS), vocab, generator=generator) * 4
-    plan = truncation.plan_of(make_rows(*PARAMS), torch.device("cpu"))
+    plan = truncation.plan_of(rows, torch.device("cpu"))
     expected = truncation.probabilities(scores.clone(), plan, 1)
     cuts = sampling_kernels.Cuts(plan.top_k.to(device), plan.top_p.to(device), plan.min_p.to(device))
     found = sampling_kernels.probabilities(scores.to(device), plan.temperature.to(device), cuts).cpu()
@@ -166,7 +95,12 @@ def test_quantized_products(kind: str, device: str) -> None:
 @torch.inference_mode()
 def test_drafts_over_pages(kind: str, settings: list[dict[str, Any]], device: str) -> None:
     """Greedy outputs are those of plain decoding; sampled ones are drawn without a failure."""
-    target, prompts = paged("llama", device), [[5, 6, 7], [8], [9] * 6]
+    model = make("llama").to(device)
+    join_layers(model)
+    target = CausalModel(model)
+    target.use_fused()
+    assert target.paged is not None
+    prompts = [[5, 6, 7], [8], [9] * 6]
     params = [SamplingParams(max_new_tokens=16 if device == "cuda" else 4, ignore_eos=True, **one) for one in settings]
     if kind in ("head", "tree"):
         drafter: Any = HeadDrafter(HeadModel(random_head(target), target), VOCAB, nodes=8 * (kind == "tree"))

@@ -163,7 +163,7 @@ MIXED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("chosen", [range(9), [0, 3], [1, 5], [2, 4, 6], [0, 2], [7, 6], [1, 2, 8]], ids=str)
 def test_a_row_in_a_mixed_batch_has_the_distribution_it_has_alone(chosen: Sequence[int]) -> None:
-    """Of greedy rows none is built, and the raw scores stay as they are."""
+    """None is built for greedy rows, and the raw scores stay as they are."""
     for width in (1, 4):
         logits = random_logits(len(chosen), width, 3000, spread=1.5)
         drafted = torch.randint(0, 3000, (len(chosen), width), generator=torch.Generator().manual_seed(1))

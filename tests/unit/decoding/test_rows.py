@@ -104,7 +104,7 @@ def test_collections_become_tuples_and_one_string_becomes_one_stop() -> None:
     ids=lambda v: next(iter(v)),
 )
 def test_processes_is_true_for_each_thing_that_changes_logits(values: dict[str, Any]) -> None:
-    """What acts after the temperature is no processing."""
+    """Parameters that act after the temperature are no processing."""
     assert SamplingParams(**values).processes
     assert not SamplingParams(temperature=1.0, top_k=3, top_p=0.5, min_p=0.1, seed=1, stop="x").processes
 

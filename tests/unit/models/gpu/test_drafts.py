@@ -254,7 +254,7 @@ def test_longer_chains_or_more_rows_than_are_captured_are_drawn_token_by_token(m
 
 @torch.inference_mode()
 def test_other_trees_are_grown_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of more rows than are captured, of more nodes than a mask has, and at the end of the context."""
+    """With more rows than are captured, with more nodes than a mask has, and at the end of the context."""
     monkeypatch.setattr(Recorded, "sizes", (4, 9, 0, 4))
     monkeypatch.setattr(model, "MAX_DRAFT_TOKENS", 3)
     expected = drafts(*drafter_on("head", False, 9, monkeypatch), GREEDY[:2], 11, 1)[0]
