@@ -367,3 +367,8 @@ def test_every_parameter_and_field_of_public_objects_is_in_a_table() -> None:
     assert parameters(run) == ["a", "*more", "**rest"] and documented(run.__doc__) == ["a", "rest"]
     assert unexplained_fields(Broken) == ["two", "three"]
     assert documented("Run. a: The first.") == [] == documented(None), "control"
+
+
+def test_pages_are_short() -> None:
+    long = {p.name: n for p, text in texts().items() if DOCS in p.parents and (n := text.count("\n")) > 250}
+    assert set(long) == {"cli.md"}, "the generated page alone"
