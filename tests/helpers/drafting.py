@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,11 +11,37 @@ import torch
 from foresay.decoding.outcome import Step
 from foresay.decoding.protocols import Drafter, LanguageModel
 from foresay.decoding.sampling_params import SamplingParams
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.recurrent import RecurrentModel
+from helpers.families import VOCAB, make
 from helpers.support import run
 
 SMALL = 7
 """Size of such a target's vocabulary."""
 PROMPTS = [[5, 6, 1, 2, 3, 4, 5], [2], [1, 2, 1], [6] * 9, [3, 1] * 8]
+
+
+@functools.cache
+def llama_target(*, fused: bool = True, kernels: bool = True, vocab: int = VOCAB, **changes: Any) -> CausalModel:
+    """A target that tests leave as it is. kernels: False for numbers that no kernel reads."""
+    weights = make("llama", 3, vocab_size=vocab, tie_word_embeddings=False, **changes)
+    model = CausalModel(weights if kernels else weights.double())
+    if fused and kernels:
+        model.use_fused()
+    return model
+
+
+@functools.cache
+def recurrent_target(family: str, fused: bool = True) -> RecurrentModel:
+    """A target with a small vocabulary.
+
+    Kernels keep a state for each position; a family's own code feeds tokens again, and then returns known hidden states.
+    """
+    model = RecurrentModel(make(family, 3, vocab_size=SMALL, tie_word_embeddings=False))
+    if fused:
+        model.use_fused()
+        assert model.fused is not None and model.fused.is_native
+    return model
 
 
 def compared(drafter: Any, wanted: Callable[[torch.Tensor, torch.Tensor], list[int]]) -> Any:

@@ -72,7 +72,6 @@ def on(engine: str, *names: str) -> list[Cell]:
 OWN = on("own code", *FAMILIES, *RECURRENT)
 KERNELS = on("kernels", *READ, *HYBRIDS)
 FILES = [Cell(name, "gguf", "kernels") for name in MODELS]
-CELLS = [*OWN, *KERNELS, *FILES]
 
 
 @functools.cache
@@ -91,7 +90,7 @@ def assert_greedy(model: PreTrainedModel, prompt: Sequence[int], output: Sequenc
 
 @functools.cache
 def outputs_of(cell: Cell) -> list[list[int]]:
-    """What the model of a cell writes after `prompts()` without drafts, which transformers would write."""
+    """Output of a cell's model after `prompts()` without drafts, which transformers would write."""
     found = run(target_of(cell), prompts(), SamplingParams(max_new_tokens=NEW), gamma=0)[0]
     for prompt, one in zip(prompts(), found, strict=True):
         assert_greedy(reference_of(cell.family, cell.format), prompt, one)

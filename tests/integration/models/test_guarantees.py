@@ -21,20 +21,8 @@ from foresay.models.huggingface.self_check import probe
 from helpers import guarantees
 from helpers.comparing import NEW, plain, prompts
 from helpers.families import VOCAB
-from helpers.guarantees import (
-    CELLS,
-    FILES,
-    HYBRIDS,
-    KERNELS,
-    OWN,
-    Cell,
-    assert_greedy,
-    made,
-    on,
-    outputs_of,
-    reference_of,
-    target_of,
-)
+from helpers.guarantees import FILES, HYBRIDS, KERNELS, OWN, READ, Cell, assert_greedy, made, on, outputs_of, target_of
+from helpers.passes import started
 from helpers.racing import race
 from helpers.support import Always, Loop, Never, Sometimes, run
 
@@ -45,13 +33,13 @@ ON_KERNELS = on("kernels", *HYBRIDS)
 cells = pytest.mark.parametrize
 
 
-@cells("cell", CELLS, ids=str)
+@cells("cell", [*(one for one in OWN if one.family not in READ or one.family == "llama"), *KERNELS, *FILES], ids=str)
 def test_greedy_output_is_that_of_transformers(cell: Cell) -> None:
     """Token for token in float32: ragged rows join while others decode, past windows of 8; drafts are rejected, and accepted.
 
     A difference is excused where the two top logits are within 1e-4. Drafts may be longer than what a row of states keeps.
     """
-    reference, wanted, target = reference_of(cell.family, cell.format), outputs_of(cell), target_of(cell)
+    reference, wanted, target = guarantees.reference_of(cell.family, cell.format), outputs_of(cell), target_of(cell)
     assert len({token for output in wanted for token in output}) > 5, "a model that repeats itself proves little"
     assert cell.family != "llama" or wanted[1] == plain(reference, prompts()[1]), "as `generate` does"
     for gamma in (4, SLOTS + 6) if cell in ON_KERNELS else (4,):
@@ -99,9 +87,9 @@ def difference_from_fresh_passes(model: Any, vocab: int) -> float:
     return worst / float(fresh.max() - fresh.min())
 
 
-@cells("cell", CELLS, ids=str)
+@cells("cell", [*OWN, *KERNELS], ids=str)
 def test_after_each_step_the_cache_is_that_of_a_fresh_pass(cell: Cell) -> None:
-    """As the check of models finds when they are loaded."""
+    """As the check of models finds when they are loaded. It is all that differs between families by their own code."""
     target = target_of(cell)
     assert difference_from_fresh_passes(target, cell.vocab) < 1e-4
     assert cell not in OWN or probe(target) < 1e-4
@@ -116,16 +104,14 @@ def test_a_token_has_its_bits_in_any_pass(cell: Cell, weights: str) -> None:
     model = target_of(cell, weights)
     most = min(60, model.max_length - 10)
     tokens = torch.randint(2, 90, (3, most + 10), generator=torch.Generator().manual_seed(5))
-    cache = model.new_cache()
-    cache.add_rows(3)
+    cache = started(model, 3)
     filled = model.forward(ModelInput(tokens[:, :most], (most, 3, 37)), cache).scores()
     together = model.forward(ModelInput(tokens[:, most:], (10, 4, 1)), cache).scores()
     before = torch.get_num_threads()
     try:
         for row, (length, block) in enumerate(((most, 10), (3, 4), (37, 1))):
             torch.set_num_threads(1 + row)
-            own = model.new_cache()
-            own.add_rows(1)
+            own = started(model)
             parts = [
                 *tokens[row, :length].split([1 + row, length - 1 - row]),
                 *tokens[row, most : most + block].split(1),
@@ -171,7 +157,7 @@ def test_a_draft_model_of_the_family(cell: Cell, monkeypatch: pytest.MonkeyPatch
     assert engine.draft_failures == 0
     for prompt, one, theirs in zip(prompts(), ours, wanted, strict=False):
         if one != theirs:
-            assert_greedy(reference_of(cell.family), prompt, one)
+            assert_greedy(guarantees.reference_of(cell.family), prompt, one)
     assert sum(step.num_accepted for step in steps) > 0.9 * sum(step.num_tested for step in steps)
     assert sum(fed) < 3 * sum(map(len, ours)) + sum(map(len, prompts()[:3]))
 
@@ -192,7 +178,7 @@ def test_a_seed_gives_its_text_in_any_batch(cell: Cell) -> None:
 @cells("cell", [*STATES, *ON_KERNELS], ids=str)
 def test_rows_share_prefixes_of_states(cell: Cell) -> None:
     """A prompt that continues an earlier text, and prompts with a common start that join together."""
-    reference, target, params = reference_of(cell.family), target_of(cell), SamplingParams(max_new_tokens=8)
+    reference, target, params = guarantees.reference_of(cell.family), target_of(cell), SamplingParams(max_new_tokens=8)
     first = torch.randint(2, VOCAB, (40,), generator=torch.Generator().manual_seed(8)).tolist()
     loop = Loop(target, prefixes=PrefixStore(1 << 24))
     [output] = loop.outputs([first], params)
@@ -224,7 +210,7 @@ def test_two_threads_share_a_model(cell: Cell) -> None:
 
 def test_the_table_holds_each_family_that_is_read() -> None:
     read = {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "granite"}
-    assert read <= set(guarantees.READ)
+    assert read <= set(READ)
 
 
 # -- controls ----------------------------------------------------------------------------------------------------------

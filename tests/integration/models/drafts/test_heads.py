@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,30 +27,20 @@ from foresay.models.drafts.head import HeadModel
 from foresay.models.drafts.layers import RMSNorm
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import quantizer, unquantized
-from foresay.models.huggingface.recurrent import RecurrentModel
 from foresay.models.sources.load_options import LoadOptions
 from helpers import tiny
-from helpers.drafting import PROMPTS, SMALL, accepted, compared, decoded
+from helpers.drafting import PROMPTS, SMALL, accepted, compared, decoded, recurrent_target
+from helpers.drafting import llama_target as target
 from helpers.families import VOCAB, make
 from helpers.heads import random_head, reference_scores
+from helpers.passes import started
 from helpers.refusals import refused
 from helpers.support import run
 
 
-@functools.cache
-def target(*, fused: bool = True, kernels: bool = True, vocab: int = VOCAB, **changes: Any) -> CausalModel:
-    """kernels: False for numbers that no kernel reads."""
-    made = make("llama", 3, vocab_size=vocab, tie_word_embeddings=False, **changes)
-    model = CausalModel(made if kernels else made.double())
-    if fused and kernels:
-        model.use_fused()
-    return model
-
-
 def shown(model: CausalModel, tokens: torch.Tensor) -> dict[int, torch.Tensor]:
     """Hidden states of one text, layer -> [1, S, H]."""
-    cache = model.new_cache()
-    cache.add_rows(1)
+    cache = started(model)
     layers = tuple(range(model.num_layers + 1))
     model_input = ModelInput(tokens[None], [len(tokens)], logits=Logits.NONE, hidden_layers=layers)
     return dict(model.forward(model_input, cache).hidden)
@@ -59,8 +49,7 @@ def shown(model: CausalModel, tokens: torch.Tensor) -> dict[int, torch.Tensor]:
 def chain(model: CausalModel, head: HeadModel, text: torch.Tensor, drafts: torch.Tensor) -> list[torch.Tensor]:
     """Scores after a text and after each draft token, [V] each, by passes of the head."""
     features = head.features(head.joined(shown(model, text)))[:, :-1]
-    cache = head.new_cache()
-    cache.add_rows(1)
+    cache = started(head)
     out = head.forward(ModelInput(text[None, 1:], [len(text) - 1], logits=Logits.LAST, features=features), cache)
     scores, after = [out.scores()[0, 0]], out.hidden[NEXT][:, -1:]
     for token in drafts:
@@ -146,30 +135,23 @@ def in_passes(head: HeadModel) -> Any:
     return compared(HeadDrafter(head, SMALL), wanted)
 
 
-@functools.cache
-def other_target(family: str, fused: bool = True) -> CausalModel:
-    """Kernels keep a state for each position; a family's own code feeds tokens again, and then returns known hidden states."""
-    weights = make(family, 3, vocab_size=SMALL, tie_word_embeddings=False)
-    if family == "deepseek_v3":  # latent attention runs its own code
-        return CausalModel(weights)
-    made = RecurrentModel(weights)
-    if fused:
-        made.use_fused()
-        assert made.fused is not None and made.fused.is_native
-    return made
-
-
 def feeds_again() -> CausalModel:
-    return other_target("qwen3_5", fused=False)
+    return recurrent_target("qwen3_5", fused=False)
 
 
-@pytest.mark.parametrize(
-    ("made", "batch"),
-    [("llama", 1), *((made, 3) for made in ("llama", "feeds again", "qwen3_5", "lfm2", "deepseek_v3"))],
-)
+TARGETS: dict[str, Callable[[], CausalModel]] = {
+    "llama": lambda: target(vocab=SMALL),
+    "feeds again": feeds_again,
+    "qwen3_5": lambda: recurrent_target("qwen3_5"),
+    "lfm2": lambda: recurrent_target("lfm2"),
+    "latent attention": lambda: CausalModel(make("deepseek_v3", 3, vocab_size=SMALL, tie_word_embeddings=False)),
+}
+
+
+@pytest.mark.parametrize(("made", "batch"), [("llama", 1), *((made, 3) for made in TARGETS)])
 def test_each_draft_is_that_of_passes_over_the_whole_text(made: str, batch: int) -> None:
-    """Whatever was accepted, rewound, missed or moved before it; alone, a row of llama drafts in one call."""
-    model = target(vocab=SMALL) if made == "llama" else feeds_again() if made == "feeds again" else other_target(made)
+    """Whatever was accepted, rewound, missed or moved before it; alone, a row drafts in one call."""
+    model = TARGETS[made]()
     drafter = in_passes(HeadModel(random_head(model, seed=7 if made == "lfm2" else 8), model))
     assert len(accepted(decoded(model, drafter, max_batch_size=batch))) > 2 and drafter.compared > 150
 

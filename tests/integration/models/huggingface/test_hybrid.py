@@ -24,29 +24,27 @@ from helpers.guarantees import HYBRIDS as FAMILIES
 from helpers.guarantees import on, outputs_of, without_kernels
 from helpers.support import Sometimes, run
 
+_GROUPS = {"hidden_size": 48, "mamba_expand": 1, "mamba_n_heads": 6, "mamba_n_groups": 3, "mamba_d_state": 5}
+_WIDE = {"hidden_size": 280, "mamba_expand": 1, "mamba_n_heads": 4, "mamba_d_head": 70, "mamba_d_state": 65}
+_SCALES = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.8, "attention_multiplier": 0.3}
+_ODD = {"linear_num_key_heads": 4, "linear_key_head_dim": 5, "linear_value_head_dim": 40, "linear_conv_kernel_dim": 2}
+_FEW = {"linear_num_key_heads": 1, "linear_num_value_heads": 3}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "one key head": ("qwen3_5", {"linear_num_key_heads": 1, "linear_num_value_heads": 3}),
-    "equal heads of odd sizes": (
-        "qwen3_5",
-        {"linear_num_key_heads": 4, "linear_key_head_dim": 5, "linear_value_head_dim": 40, "linear_conv_kernel_dim": 2},
-    ),
+    "one key head": ("qwen3_5", _FEW),
+    "equal heads of odd sizes": ("qwen3_5", _ODD),
+    "wide values": ("qwen3_5", {**_FEW, "linear_key_head_dim": 19, "linear_value_head_dim": 70}),
+    "values by key head": ("qwen3_next", {"linear_num_value_heads": 6, "linear_value_head_dim": 33}),
     "partial rotary positions": ("qwen3_5", {"head_dim": 32}),
     "attention first": ("qwen3_5", {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2}),
     "a bias and five taps": ("lfm2", {"conv_bias": True, "conv_L_cache": 5}),
+    "a wide convolution": ("lfm2", {"hidden_size": 544, "conv_L_cache": 2}),
     "untied": ("lfm2", {"tie_word_embeddings": False}),
     "Granite without experts": ("granitemoehybrid", {"num_local_experts": 0}),
-    "Granite with scales, groups, a bias of its products and positions": (
+    "Granite with groups and odd sizes": ("granitemoehybrid", {**_GROUPS, "mamba_d_conv": 2, "mamba_conv_bias": False}),
+    "Granite with wide heads": ("granitemoehybrid", {**_WIDE, "mamba_n_groups": 2}),
+    "Granite with scales, a bias of its products and positions": (
         "granitemoehybrid",
-        {
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 2.0,
-            "residual_multiplier": 0.8,
-            "attention_multiplier": 0.3,
-            "mamba_n_groups": 2,
-            "mamba_d_conv": 3,
-            "mamba_proj_bias": True,
-            "position_embedding_type": "rope",
-        },
+        {**_SCALES, "mamba_n_groups": 2, "mamba_d_conv": 3, "mamba_proj_bias": True, "position_embedding_type": "rope"},
     ),
 }
 

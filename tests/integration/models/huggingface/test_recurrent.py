@@ -26,6 +26,7 @@ from foresay.models.sources.wrapping import wrap
 from helpers.comparing import NEW, prompts
 from helpers.families import RECURRENT, VOCAB, make
 from helpers.guarantees import assert_greedy, made, on, outputs_of, reference_of, target_of
+from helpers.passes import in_pieces, scores, started
 from helpers.support import Never, Sometimes, run
 
 SOME = ("mamba", "qwen3_5", "jamba", "zamba2")
@@ -50,14 +51,11 @@ def test_pieces_of_any_size_score_what_the_whole_text_scores(family: str) -> Non
     """A pass continues from the state of the one before, whatever their sizes: the family's own code often does not."""
     target = RecurrentModel(make(family))
     ids = torch.randint(2, VOCAB, (1, 210), generator=torch.Generator().manual_seed(1))
-    cache = target.new_cache()
-    cache.add_rows(1)
-    pieces = ids.split([70, 1, 7, 7, 70, 1, 54], 1)
-    scores = [target.forward(ModelInput(one, [one.shape[1]]), cache).scores() for one in pieces]
+    found = in_pieces(target, ids[0], [70, 1, 7, 7, 70, 1, 54])
     with torch.inference_mode():
         expected = target.uncached(ids)
     spread = float(expected.max() - expected.min())
-    assert float((torch.cat(scores, 1) - expected).abs().max()) < 1e-3 * spread
+    assert float((found - expected[0]).abs().max()) < 1e-3 * spread
 
 
 @pytest.mark.parametrize(("family", "weights"), [(one, ("auto", "int8")[i % 2]) for i, one in enumerate(RECURRENT)])
@@ -66,19 +64,14 @@ def test_a_family_over_weights_arranged_for_the_processor(family: str, weights: 
     wrapped = wrap(family, copy.deepcopy(plain_model), None, optimise=True, options=options)
     assert isinstance(wrapped.model, RecurrentModel)
     ids = torch.randint(2, VOCAB, (1, 12), generator=torch.Generator().manual_seed(1))
-    scores = []
-    for model in (RecurrentModel(plain_model), wrapped.model):
-        cache = model.new_cache()
-        cache.add_rows(1)
-        scores.append(model.forward(ModelInput(ids, [12]), cache).scores())
-    spread = float(scores[0].max() - scores[0].min())
-    assert float((scores[0] - scores[1]).abs().median()) < (1e-4 if weights == "auto" else 5e-2) * spread
+    own, arranged = (scores(model, ids) for model in (RecurrentModel(plain_model), wrapped.model))
+    spread = float(own.max() - own.min())
+    assert float((own - arranged).abs().median()) < (1e-4 if weights == "auto" else 5e-2) * spread
 
 
 def test_states_at_the_ends_of_prefill_passes_are_kept() -> None:
     target = RecurrentModel(make("mamba2"))
-    cache = target.new_cache()
-    cache.add_rows(1)
+    cache = started(target)
     ids = torch.randint(2, VOCAB, (1, 60), generator=torch.Generator().manual_seed(1))
     for start in range(0, 60, 10):
         target.forward(ModelInput(ids[:, start : start + 10], [10], logits=Logits.NONE), cache)
@@ -141,8 +134,7 @@ def _held(cache: RecurrentCache) -> int:
 def test_states_keep_no_more_memory_than_is_counted(family: str) -> None:
     """Neither the inputs of a long pass nor the other rows of a ragged one."""
     model = RecurrentModel(make(family))
-    cache = model.new_cache()
-    cache.add_rows(3)
+    cache = started(model, 3)
     ids = torch.randint(2, VOCAB, (3, 4), generator=torch.Generator().manual_seed(1))
     chunk = model.capabilities.prefill_chunk
     for row in range(3):
