@@ -34,7 +34,7 @@ def tokens() -> torch.Tensor:
     return torch.randint(3, 40000, (1, 300), generator=torch.Generator().manual_seed(0))
 
 
-BEGIN, END = 60, 140
+BEGIN, END = 60, 134
 """The first passes end before the 128 slots that a cache begins with, the last ones after them."""
 
 
@@ -51,13 +51,13 @@ def test_a_position_scores_the_same_in_any_pass(model: CausalModel, tokens: torc
     """One by one, in blocks of any size, and as the last of rows of different lengths."""
     cache, single = filled_to(model, tokens, BEGIN), tokens[:, BEGIN:END].split(1, 1)
     wanted = [model.forward(ModelInput(one, [1]), cache).scores()[0, 0].clone() for one in single]
-    for columns in (5, 11, 33):
+    for columns in (5, 33):
         cache = filled_to(model, tokens, BEGIN)
         for start in range(BEGIN, END, columns):
             fed = tokens[:, start : min(start + columns, END)]
             for j, scores in enumerate(model.forward(ModelInput(fed, [fed.shape[1]]), cache).scores()[0]):
                 assert torch.equal(scores, wanted[start + j - BEGIN]), (columns, start + j)
-    for start, columns, rows in ((61, 1, 2), (61, 4, 8), (61, 13, 24), (127, 2, 1), (130, 1, 2), (130, 4, 8)):
+    for start, columns, rows in ((61, 1, 2), (61, 11, 12), (127, 2, 1), (130, 1, 2), (130, 4, 8)):
         cache = filled_to(model, tokens, *(7 + 29 * row % 140 for row in range(rows - 1)), start)
         fed = torch.stack([tokens[0, n : n + columns] for n in cache.lengths])
         scores = model.forward(ModelInput(fed, [columns] * rows), cache).scores()[-1, 0]
