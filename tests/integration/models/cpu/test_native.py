@@ -120,14 +120,13 @@ def test_gates_that_are_none(kind: int, limit: float) -> None:
 def test_attention_over_long_rows(family: str) -> None:
     """As transformers': windows, soft caps, sinks, scaled queries, norms of heads and of all; across what is read together."""
     text = torch.randint(2, 90, (1, 230), generator=SEEDED)
-    for dtype, most in ((torch.float32, 2e-5), (torch.bfloat16, 5e-2)):
+    for dtype, most in ((torch.float32, 2e-4), (torch.bfloat16, 5e-2)):
         with torch.no_grad():
             wanted = make(family).to(dtype).float()(text).logits[0]
         found = in_pieces(compiled(family, dtype), text[0], (61, 4, 75, 5, 85)).float()
-        error = (found - wanted).square().mean(
-            -1
-        ).sqrt().median() / wanted.std()  # in bf16 a near tie may change an expert
-        assert float(error) < most
+        errors = (found - wanted).square().mean(-1).sqrt() / wanted.std()
+        # a near tie may change an expert in bf16
+        assert float(errors.median() if dtype == torch.bfloat16 else errors.max()) < most
 
 
 @pytest.mark.parametrize("dim", [8, 24, 64, 80, 128])
