@@ -72,15 +72,41 @@ def assistant_model(
     return model
 
 
+def write_gguf(
+    path: Path,
+    arch: str,
+    values: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    kinds: Mapping[str, str] | None = None,
+) -> Path:
+    """A GGUF file. values: without the architecture's prefix, except those of the tokenizer. kinds: of quantized tensors."""
+    writer = gguf.GGUFWriter(path, arch)
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for name, value in values.items():
+        key = name if name.startswith("tokenizer.") else f"{arch}.{name}"
+        (writer.add_array if isinstance(value, list) else add[type(value)])(key, value)
+    for name, tensor in tensors.items():
+        data, kind = np.ascontiguousarray(tensor), (kinds or {}).get(name.split(".")[-2] if "." in name else "")
+        if kind is None:
+            writer.add_tensor(name, data)
+        else:
+            of = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(name, gguf.quantize(data, of), raw_dtype=of)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def written(
     theirs: Any, path: Path, *, centres: bool = False, kinds: Mapping[str, str] | None = None, **changes: Any
 ) -> Path:
-    """An assistant as llama.cpp's converter writes it. kinds: types of quantized tensors. changes: values without their prefix.
+    """An assistant as llama.cpp's converter writes it. See `write_gguf`.
 
     centres: True to write the groups of tokens, too, which the converter leaves out.
     """
-    text, arch = theirs.config.text_config, "gemma4-assistant"
-    writer = gguf.GGUFWriter(path, arch)
+    text = theirs.config.text_config
     slides = [one == "sliding_attention" for one in text.layer_types]
     layers = [text.per_layer_config[i] for i in range(text.num_hidden_layers)]
     full, near = layers[slides.index(False)].head_dim, layers[slides.index(True)].head_dim
@@ -93,10 +119,8 @@ def written(
         "attention.head_count": text.num_attention_heads,
         "attention.head_count_kv": [one.num_key_value_heads for one in layers],
         "attention.layer_norm_rms_epsilon": text.rms_norm_eps,
-        "attention.key_length": full,
-        "attention.value_length": full,
-        "attention.key_length_swa": near,
-        "attention.value_length_swa": near,
+        **{f"attention.{one}_length": full for one in ("key", "value")},
+        **{f"attention.{one}_length_swa": near for one in ("key", "value")},
         "attention.sliding_window": text.sliding_window,
         "attention.sliding_window_pattern": slides,
         "attention.shared_kv_layers": text.num_kv_shared_layers,
@@ -110,17 +134,10 @@ def written(
         "nextn_predict_layers": text.num_hidden_layers,
         **changes,
     }
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
-    for name, value in values.items():
-        add[type(value)](f"{arch}.{name}", value)
-    share = rope["full_attention"].get("partial_rotary_factor", 1.0)
-    used = int(full * share / 2)
-    writer.add_tensor("rope_freqs.weight", np.array([1.0] * used + [1e30] * (full // 2 - used), np.float32))
+    used = int(full * rope["full_attention"].get("partial_rotary_factor", 1.0) / 2)
+    tensors = {"rope_freqs.weight": np.array([1.0] * used + [1e30] * (full // 2 - used), np.float32)}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, text.num_hidden_layers)
-    own = {
-        "pre_projection.weight": "nextn.pre_projection.weight",
-        "post_projection.weight": "nextn.post_projection.weight",
-    }
+    own = {f"{side}_projection.weight": f"nextn.{side}_projection.weight" for side in ("pre", "post")}
     if centres:
         own["masked_embedding.centroids.weight"] = "masked_embd_centroids.weight"
         own["masked_embedding.token_ordering"] = "masked_embd_ordering"
@@ -132,17 +149,8 @@ def written(
         short = own.get(name) or (
             f"blk.{layer}.layer_output_scale.weight" if suffix == "layer_scalar" else f"{names.get_name(stem)}.{suffix}"
         )
-        values_of = weight.numpy() if weight.is_floating_point() else weight.numpy().astype(np.int32)
-        if (kind := (kinds or {}).get(short.split(".")[-2] if "." in short else "")) is not None:
-            of = gguf.GGMLQuantizationType[kind]
-            writer.add_tensor(short, gguf.quantize(np.ascontiguousarray(values_of), of), raw_dtype=of)
-        else:
-            writer.add_tensor(short, np.ascontiguousarray(values_of))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+        tensors[short] = weight.numpy() if weight.is_floating_point() else weight.numpy().astype(np.int32)
+    return write_gguf(path, "gemma4-assistant", values, tensors, kinds)
 
 
 def read(theirs: Any) -> AssistantModule:

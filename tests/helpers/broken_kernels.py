@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -15,144 +16,86 @@ from foresay.models.cpu import build
 SWITCHES = "extern int foresay_fault, foresay_emulates;\n"
 EMULATED = ("amx.h", "tiles_allowed() { return true; }", "tiles_allowed() { return foresay_emulates; }")
 
-FAULTS: dict[str, tuple[tuple[str, str, str], ...]] = {
+FAULTS: dict[str, tuple[str, ...]] = {
     # experts
-    "rows of other experts": (("experts.h", "products + i, at.first[i],", "products + i, FAULT ? 0 : at.first[i],"),),
-    "weights divided by their sum or not, the other way": (
-        ("experts.h", "if (e.renormalized)", "if (bool(e.renormalized) != FAULT)"),
-    ),
+    "rows of other experts": ("experts.h", "products + i, «FAULT ? 0 : »at.first[i],"),
+    "weights divided by their sum or not, the other way": ("experts.h", "if («bool(»e.renormalized«) != FAULT»)"),
     "corrections that count as weights": (
-        (
-            "experts.h",
-            "choice[i] = scores[i] +",
-            "choice[i] = (FAULT ? scores[i] = scores[i] + e.correction[i] : scores[i]) +",
-        ),
+        "experts.h",
+        "choice[i] = «(FAULT ? scores[i] = scores[i] + e.correction[i] : »scores[i]«)» +",
     ),
-    "groups that are not selected": (
-        ("experts.h", "if (e.active_groups == e.groups) return", "if (FAULT || e.active_groups == e.groups) return"),
-    ),
-    "a shared expert without its gate": (
-        ("experts.h", "if (e.shared_gate != nullptr) {", "if (!FAULT && e.shared_gate != nullptr) {"),
-    ),
-    "no shared expert": (
-        (
-            "experts.h",
-            "if (e.shared_gate_up != nullptr) add_shared",
-            "if (!FAULT && e.shared_gate_up != nullptr) add_shared",
-        ),
-    ),
-    "weights without their scale": (("experts.h", "/ sum * e.scale", "/ sum * (FAULT ? 1.0f : e.scale)"),),
+    "groups that are not selected": ("experts.h", "if («FAULT || »e.active_groups == e.groups) return"),
+    "a shared expert without its gate": ("experts.h", "if («!FAULT && »e.shared_gate != nullptr) {"),
+    "no shared expert": ("experts.h", "if («!FAULT && »e.shared_gate_up != nullptr) add_shared"),
+    "weights without their scale": ("experts.h", "/ sum * «(FAULT ? 1.0f : »e.scale«)»"),
     # Gemma 4
-    "values that are not normalized": (("attention.h", "if (a.value_norm) unit", "if (!FAULT && a.value_norm) unit"),),
+    "values that are not normalized": ("attention.h", "if («!FAULT && »a.value_norm) unit"),
     "values that are rotated as keys are": (
-        (
-            "attention.h",
-            "rotate_heads(key.data(), a.keys, a, n);",
-            "rotate_heads(key.data(), a.keys, a, n); if (FAULT && a.source == EQUAL) value = key;",
-        ),
+        "attention.h",
+        "rotate_heads(key.data(), a.keys, a, n);« if (FAULT && a.source == EQUAL) value = key;»",
     ),
-    "experts without factors of their own": (
-        ("experts.h", "j < e.active && scales != nullptr;", "j < e.active && scales != nullptr && !FAULT;"),
-    ),
-    "a router that reads what experts read": (
-        ("experts.h", "multiply(e.router, by.x == nullptr ?", "multiply(e.router, FAULT || by.x == nullptr ?"),
-    ),
-    "a dense output with the norm of experts": (
-        ("kernels.cpp", "out + n * hidden, dense, 1.0f", "out + n * hidden, FAULT ? after : dense, 1.0f"),
-    ),
-    "inputs of the first layer for all": (
-        ("kernels.cpp", "one.index * width, width *", "(FAULT ? 0 : one.index) * width, width *"),
-    ),
-    "outputs without their scale": (("kernels.cpp", "*= layer.scale;", "*= FAULT ? 1.0f : layer.scale;"),),
-    "no clamped gate": (("layer.h", "if (kind == CLAMPED)", "if (!FAULT && kind == CLAMPED)"),),
-    "a gate without its limit": (("layer.h", "limit = gate.limit;", "limit = FAULT ? 1e9f : gate.limit;"),),
-    "no sinks": (("attention.h", "(sink == nullptr ?", "(FAULT || sink == nullptr ?"),),
+    "experts without factors of their own": ("experts.h", "j < e.active && scales != nullptr« && !FAULT»;"),
+    "a router that reads what experts read": ("experts.h", "multiply(e.router, «FAULT || »by.x == nullptr ?"),
+    "a dense output with the norm of experts": ("kernels.cpp", "out + n * hidden, «FAULT ? after : »dense, 1.0f"),
+    "inputs of the first layer for all": ("kernels.cpp", "«(FAULT ? 0 : »one.index«)» * width, width *"),
+    "outputs without their scale": ("kernels.cpp", "*= «FAULT ? 1.0f : »layer.scale;"),
+    "no clamped gate": ("layer.h", "if («!FAULT && »kind == CLAMPED)"),
+    "a gate without its limit": ("layer.h", "limit = «FAULT ? 1e9f : »gate.limit;"),
+    "no sinks": ("attention.h", "(«FAULT || »sink == nullptr ?"),
     # attention
     "sums that begin anew wherever a span looks next": (
-        (
-            "attention.h",
-            "from = first_in_sight(a, n) / POSITIONS * POSITIONS",
-            "from = FAULT ? first_in_sight(a, n) : first_in_sight(a, n) / POSITIONS * POSITIONS",
-        ),
-        (
-            "attention.h",
-            "sum[r][v] = load<Floats>(sums[r] + d + v * LANES)",
-            "sum[r][v] = FAULT ? Floats{} : load<Floats>(sums[r] + d + v * LANES)",
-        ),
-        (
-            "attention.h",
-            "store(sums[r] + d + v * LANES, sum[r][v]);",
-            "store(sums[r] + d + v * LANES, FAULT ? load<Floats>(sums[r] + d + v * LANES) + sum[r][v] : sum[r][v]);",
-        ),
+        "attention.h",
+        "from = «FAULT ? first_in_sight(a, n) : »first_in_sight(a, n) / POSITIONS * POSITIONS",
+        "sum[r][v] = «FAULT ? Floats{} : »load<Floats>(sums[r] + d + v * LANES)",
+        "store(sums[r] + d + v * LANES, «FAULT ? load<Floats>(sums[r] + d + v * LANES) + sum[r][v] : »sum[r][v]);",
     ),
     # states
     "a state restored one token off": (
-        (
-            "recurrent.h",
-            "repeat(base, row.base, row.next);",
-            "repeat(base, row.base, row.next - (FAULT && row.next > row.base));",
-        ),
+        "recurrent.h",
+        "repeat(base, row.base, row.next« - (FAULT && row.next > row.base)»);",
     ),
     "inputs of convolutions one token off": (
-        (
-            "recurrent.h",
-            "row.ring + position % states.slots * states.entry_size",
-            "row.ring + (position - (FAULT && position > row.from)) % states.slots * states.entry_size",
-        ),
+        "recurrent.h",
+        "row.ring + «(»position« - (FAULT && position > row.from))» % states.slots * states.entry_size",
     ),
-    "inputs before the base of the token after": (
-        ("recurrent.h", "row.next - states.tail + i);", "row.next - states.tail + i + FAULT);"),
-    ),
+    "inputs before the base of the token after": ("recurrent.h", "row.next - states.tail + i« + FAULT»);"),
     # products
     "rows beyond the first four are added in parts": (
-        (
-            "inputs.h",
-            "byte_products(p.bits, p.scaling, levels, block.scales, to - from, rounded, rows, sums, block.levels);",
-            """bool parts = FAULT && rows > 4;
-            byte_products(p.bits, p.scaling, levels, block.scales, to - from, rounded, parts ? 4 : rows, sums, block.levels);
-            if (parts) {
-                float part[ROWS_AT_ONCE * PANEL] = {};
-                RoundedBlock more = in.rounded(first + 4, from, false);
-                byte_products(p.bits, p.scaling, levels, block.scales, to - from, more, rows - 4, part, block.levels);
-                for (int64_t i = 0; i < (rows - 4) * PANEL; i++) sums[4 * PANEL + i] += part[i];
-            }""",
-        ),
+        "inputs.h",
+        "«bool parts = FAULT && rows > 4;\n»"
+        "byte_products(p.bits, p.scaling, levels, block.scales, to - from, rounded, «parts ? 4 : »rows, sums, block.levels);"
+        """«if (parts) {
+            float part[ROWS_AT_ONCE * PANEL] = {};
+            RoundedBlock more = in.rounded(first + 4, from, false);
+            byte_products(p.bits, p.scaling, levels, block.scales, to - from, more, rows - 4, part, block.levels);
+            for (int64_t i = 0; i < (rows - 4) * PANEL; i++) sums[4 * PANEL + i] += part[i];
+        }»""",
     ),
     "inputs are rounded for the whole row": (
-        (
-            "rounded.h",
-            "for (int64_t g = 0; g < groups; g++) round_group(x + g * GROUP, g, out);",
-            """for (int64_t g = 0; g < groups; g++) {
-                round_group(x + g * GROUP, g, out);
-                if (FAULT) out.scales[g] = out.scales[0];
-            }""",
-        ),
+        "rounded.h",
+        "for (int64_t g = 0; g < groups; g++) «{»round_group(x + g * GROUP, g, out);"
+        "«if (FAULT) out.scales[g] = out.scales[0]; }»",
     ),
-    "sums that depend on the rows of their tile": (
-        ("integers.h", "x_scale = *by", "x_scale = (FAULT ? ROWS : 1) * *by"),
-    ),
+    "sums that depend on the rows of their tile": ("integers.h", "x_scale = «(FAULT ? ROWS : 1) * »*by"),
     "a task that throws": (
-        (
-            "kernels.cpp",
-            "int64_t first = panel * PANEL, count",  # of foresay_pack
-            "if (FAULT && panel == 3) throw std::bad_alloc();\nint64_t first = panel * PANEL, count",
-        ),
+        "kernels.cpp",
+        "«if (FAULT && panel == 3) throw std::bad_alloc();\n»int64_t first = panel * PANEL, count",  # of foresay_pack
     ),
     # products by matrix instructions
-    "the second block of rows is the first": (("tiles.h", "(more + k,", "((FAULT ? some : more) + k,"),),
-    "depths of two panels": (("tiles.h", "k * PANEL + PANEL,", "k * PANEL + (FAULT ? 0 : PANEL),"),),
-    "scales of the first block": (("tiles.h", "x.scales[(first + r) *", "x.scales[((FAULT ? 0 : first) + r) *"),),
-    "rows of the first block": (("tiles.h", "x.levels + first *", "x.levels + (FAULT ? 0 : first) *"),),
-    "every group reads the first": (("tiles.h", "x.stride + g * DEPTH,", "x.stride + (FAULT ? 0 : g * DEPTH),"),),
+    "the second block of rows is the first": ("tiles.h", "(«(FAULT ? some : »more«)» + k,"),
+    "depths of two panels": ("tiles.h", "k * PANEL + «(FAULT ? 0 : »PANEL«)»,"),
+    "scales of the first block": ("tiles.h", "x.scales[(«(FAULT ? 0 : »first«)» + r) *"),
+    "rows of the first block": ("tiles.h", "x.levels + «(FAULT ? 0 : »first«)» *"),
+    "every group reads the first": ("tiles.h", "x.stride + «(FAULT ? 0 : »g * DEPTH«)»,"),
     "a group adds to the one before": (
-        (
-            "tiles.h",
-            "tile_zero<0>(), tile_zero<1>();\n            tile_load<4>",
-            "if (!FAULT || g == 0) tile_zero<0>(), tile_zero<1>();\n            tile_load<4>",
-        ),
+        "tiles.h",
+        "«if (!FAULT || g == 0) »tile_zero<0>(), tile_zero<1>();\n            tile_load<4>",
     ),
 }
-"""Changes of the sources by fault: file, text, and text in which FAULT is true while the fault is switched on."""
+"""Changes of the sources by fault: a file, and pieces of it with what is added between « and ».
+
+FAULT is true while the fault is switched on.
+"""
 Broken = Callable[..., AbstractContextManager[None]]
 
 
@@ -161,8 +104,10 @@ def write_sources(folder: Path) -> None:
     texts = {source.name: source.read_text() for source in build.SOURCES}
     texts["amx.h"] = Path(__file__).with_name("emulated_amx.h").read_text()
     texts["kernels.cpp"] += "int foresay_fault = 0, foresay_emulates = 0;\n"
-    changes = [(0, EMULATED), *((i, one) for i, each in enumerate(FAULTS.values(), 1) for one in each)]
-    for number, (name, text, wrong) in changes:
+    changes = [(0, *EMULATED)]
+    for number, (name, *pieces) in enumerate(FAULTS.values(), 1):
+        changes += [(number, name, re.sub("«.*?»", "", one, flags=re.S), re.sub("[«»]", "", one)) for one in pieces]
+    for number, name, text, wrong in changes:
         assert texts[name].count(text) == 1, (name, text)
         texts[name] = texts[name].replace(text, wrong.replace("FAULT", f"(foresay_fault == {number})"))
     for name, text in texts.items():

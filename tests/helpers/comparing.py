@@ -1,24 +1,16 @@
-"""Greedy outputs compared with transformers', over one tiny model of each family."""
+"""Greedy outputs compared with transformers'."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedModel
 
-from helpers.families import VOCAB, make
+from helpers.families import VOCAB
 
 MARGIN = 1e-4
 NEW = 24
-
-
-@functools.cache
-def reference_of(family: str) -> tuple[PreTrainedModel, list[list[int]]]:
-    """A model of a family, to be left as it is, and what transformers writes after `prompts()`: NEW tokens each."""
-    model = make(family)
-    return model, [plain(model, prompt) for prompt in prompts()]
 
 
 def prompts() -> list[list[int]]:

@@ -14,68 +14,39 @@ from foresay.models.huggingface.joined import Joined
 from foresay.models.huggingface.linears import product_of
 
 VOCAB = 97
-_BASE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
+_SPECIALS: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 0}
+_SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 256}
+_BASE: dict[str, Any] = {**_SPECIALS, **_SIZES, "intermediate_size": 48, "num_key_value_heads": 2}
 
 
-def _base(**changes: Any) -> dict[str, Any]:
-    return {**_BASE, **changes}
+def _base(*parts: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    found = dict(_BASE)
+    for part in (*parts, changes):
+        found |= part
+    return found
 
 
-_GPT = {
-    "vocab_size": VOCAB,
-    "n_embd": 32,
-    "n_layer": 3,
-    "n_head": 4,
-    "n_positions": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
-
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16}
+_LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+_SLIDES, _FULL = "sliding_attention", "full_attention"
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0}
 _GEMMA4 = _base(
-    num_hidden_layers=6,
-    head_dim=8,
-    global_head_dim=16,
-    sliding_window=8,
-    layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-    num_kv_shared_layers=3,
-    use_double_wide_mlp=True,
-    hidden_size_per_layer_input=16,
-    vocab_size_per_layer_input=VOCAB,
-    final_logit_softcapping=30.0,
-    tie_word_embeddings=False,
+    {"num_hidden_layers": 6, "layer_types": [_SLIDES, _SLIDES, _FULL] * 2, "sliding_window": 8},
+    {"head_dim": 8, "global_head_dim": 16, "num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+    {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB},
+    {"final_logit_softcapping": 30.0, "tie_word_embeddings": False},
 )
+_GEMMA4_PLAIN = {"num_kv_shared_layers": 0, "use_double_wide_mlp": False, "hidden_size_per_layer_input": 0}
+_GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _base()),
     "mistral": ("mistral", _base(sliding_window=8)),
     "mixtral": ("mixtral", _base(num_local_experts=4, num_experts_per_tok=2)),
     "mixtral_sliding": ("mixtral", _base(num_local_experts=4, num_experts_per_tok=1, sliding_window=8)),
-    "qwen3_moe": (
-        "qwen3_moe",
-        _base(
-            head_dim=8,
-            num_experts=8,
-            num_experts_per_tok=3,
-            moe_intermediate_size=24,
-            norm_topk_prob=True,
-            mlp_only_layers=[1],
-        ),
-    ),
-    "qwen3_moe_unnormalized": (
-        "qwen3_moe",
-        _base(head_dim=8, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=False),
-    ),
+    "qwen3_moe": ("qwen3_moe", _base(_EXPERTS, head_dim=8, norm_topk_prob=True, mlp_only_layers=[1])),
+    "qwen3_moe_unnormalized": ("qwen3_moe", _base(_EXPERTS, head_dim=8, norm_topk_prob=False)),
     "qwen2": ("qwen2", _base(use_sliding_window=True, sliding_window=8, max_window_layers=1)),
     "qwen3": ("qwen3", _base(head_dim=8)),
     "gemma": ("gemma", _base(head_dim=8)),
@@ -84,84 +55,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4": ("gemma4_text", _GEMMA4),
     "gemma4_equal": (
         "gemma4_text",
-        {
-            **_GEMMA4,
-            "attention_k_eq_v": True,
-            "num_global_key_value_heads": 1,
-            "num_kv_shared_layers": 0,
-            "use_double_wide_mlp": False,
-            "hidden_size_per_layer_input": 0,
-        },
+        {**_GEMMA4, **_GEMMA4_PLAIN, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
     ),
     "gemma4_moe": (
         "gemma4_text",
-        {
-            **_GEMMA4,
-            "num_hidden_layers": 3,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-            "num_kv_shared_layers": 0,
-            "use_double_wide_mlp": False,
-            "hidden_size_per_layer_input": 0,
-            "enable_moe_block": True,
-            "num_experts": 8,
-            "top_k_experts": 3,
-            "moe_intermediate_size": 24,
-        },
+        {**_GEMMA4, **_GEMMA4_PLAIN, **_GEMMA4_MOE, "num_hidden_layers": 3, "layer_types": [_SLIDES, _SLIDES, _FULL]},
     ),
     "phi": ("phi", _base(num_key_value_heads=4)),
     "phi3": ("phi3", _base(sliding_window=8)),
     "phi3_longrope": (
         "phi3",
         _base(
-            max_position_embeddings=512,
-            original_max_position_embeddings=64,
-            rope_parameters={
-                "rope_type": "longrope",
-                "rope_theta": 10000.0,
-                "short_factor": [1.0] * 4,
-                "long_factor": [3.0] * 4,
-                "original_max_position_embeddings": 64,
-            },
+            {"max_position_embeddings": 512, "original_max_position_embeddings": 64},
+            rope_parameters={**_LONGROPE, "original_max_position_embeddings": 64},
         ),
     ),
     "gpt_neox": ("gpt_neox", _base(num_key_value_heads=4)),
-    "gpt2": ("gpt2", _GPT),
-    "opt": (
-        "opt",
-        {
-            "vocab_size": VOCAB,
-            "hidden_size": 32,
-            "ffn_dim": 48,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 256,
-            "word_embed_proj_dim": 32,
-            "bos_token_id": 1,
-            "eos_token_id": 0,
-            "pad_token_id": 0,
-        },
-    ),
+    "gpt2": ("gpt2", {**_SPECIALS, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256}),
+    "opt": ("opt", {**_SPECIALS, **_SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32}),
     "falcon": ("falcon", _base(new_decoder_architecture=True, num_kv_heads=2)),
     "falcon_alibi": ("falcon", _base(alibi=True, new_decoder_architecture=False, multi_query=False)),
-    "ministral": (
-        "ministral",
-        _base(head_dim=8, sliding_window=8, layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
-    ),
+    "ministral": ("ministral", _base(head_dim=8, sliding_window=8, layer_types=[_SLIDES, _FULL, _SLIDES])),
     "ministral3": (
         "ministral3",
         _base(
-            rope_parameters={
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 32.0,
-                "original_max_position_embeddings": 8,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "llama_4_scaling_beta": 0.5,
-            },
             tie_word_embeddings=False,
+            rope_parameters=_YARN
+            | {"original_max_position_embeddings": 8, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
         ),
     ),
     "olmo2": ("olmo2", _base()),
@@ -170,12 +90,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite4": (
         "granitemoehybrid",
         _base(
-            layer_types=["attention"] * 3,
-            position_embedding_type="rope",
-            num_local_experts=0,
-            shared_intermediate_size=48,
-            mamba_n_heads=8,
-            attention_multiplier=0.3,
+            {"layer_types": ["attention"] * 3, "position_embedding_type": "rope", "num_local_experts": 0},
+            {"shared_intermediate_size": 48, "mamba_n_heads": 8, "attention_multiplier": 0.3},
         ),
     ),
     "granite": ("granite", _base(logits_scaling=2.0, residual_multiplier=0.8, attention_multiplier=0.3)),
@@ -188,73 +104,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": (
         "glm4_moe",
         _base(
-            head_dim=16,
-            n_routed_experts=8,
-            num_experts_per_tok=3,
-            n_group=4,
-            topk_group=2,
-            moe_intermediate_size=24,
-            routed_scaling_factor=1.5,
-            use_qk_norm=True,
+            {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2},
+            {"head_dim": 16, "moe_intermediate_size": 24, "routed_scaling_factor": 1.5, "use_qk_norm": True},
         ),
     ),
-    "deepseek_v3": (
-        "deepseek_v3",
-        _base(
-            num_key_value_heads=4,
-            kv_lora_rank=16,
-            q_lora_rank=16,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=8,
-            v_head_dim=8,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            n_group=1,
-            topk_group=1,
-            moe_intermediate_size=16,
-            first_k_dense_replace=1,
-        ),
-    ),
-    "bloom": (
-        "bloom",
-        {
-            "vocab_size": VOCAB,
-            "hidden_size": 32,
-            "n_layer": 3,
-            "n_head": 4,
-            "bos_token_id": 1,
-            "eos_token_id": 0,
-            "pad_token_id": 0,
-        },
-    ),
+    "deepseek_v3": ("deepseek_v3", _base(_LATENT, _ROUTED, q_lora_rank=16, first_k_dense_replace=1)),
+    "bloom": ("bloom", {**_SPECIALS, "hidden_size": 32, "n_layer": 3, "n_head": 4}),
 }
 
-_MAMBA = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "state_size": 8,
-    "bos_token_id": 1,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
+_MAMBA = {**_SPECIALS, "hidden_size": 32, "num_hidden_layers": 3, "state_size": 8}
 _MAMBA2 = {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 2, "chunk_size": 16}
 _MIXER = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
-_DELTA = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "head_dim": 8,
-    "num_hidden_layers": 4,
-}
-_MIXTURE = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "decoder_sparse_step": 1,
-}
+_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_DELTA |= {"head_dim": 8, "num_hidden_layers": 4}
+_FEW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_MIXTURE = {**_FEW, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 1}
+_CONVOLUTIONS = {"layer_types": ["conv", _FULL, "conv"]}
 
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("mamba", _MAMBA),
@@ -269,11 +134,8 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid": (
         "granitemoehybrid",
         _base(
-            **_MIXER,
-            layer_types=["mamba", "attention", "mamba"],
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            shared_intermediate_size=16,
+            {**_MIXER, "layer_types": ["mamba", "attention", "mamba"]},
+            {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16},
         ),
     ),
     "qwen3_next": ("qwen3_next", _base(**_DELTA, **_MIXTURE)),
@@ -282,13 +144,8 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": (
         "nemotron_h",
         _base(
-            head_dim=8,
-            mamba_num_heads=8,
-            mamba_head_dim=8,
-            ssm_state_size=8,
-            n_groups=2,
-            chunk_size=16,
-            layers_block_type=["mamba", "attention", "mlp", "mamba"],
+            {"head_dim": 8, "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2},
+            {"chunk_size": 16, "layers_block_type": ["mamba", "attention", "mlp", "mamba"]},
         ),
     ),
     "zamba": (
@@ -298,44 +155,23 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "zamba2": (
         "zamba2",
         _base(
-            num_hidden_layers=4,
-            mamba_d_state=8,
-            n_mamba_heads=8,
-            mamba_headdim=8,
-            mamba_ngroups=1,
-            chunk_size=16,
-            layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+            {"mamba_d_state": 8, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 1, "chunk_size": 16},
+            {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2},
         ),
     ),
     "olmo_hybrid": ("olmo_hybrid", _base(**_DELTA)),
-    "lfm2": ("lfm2", _base(layer_types=["conv", "full_attention", "conv"])),
-    "lfm2_moe": (
-        "lfm2_moe",
-        _base(
-            layer_types=["conv", "full_attention", "conv"],
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=16,
-        ),
-    ),
-    "lfm3": ("lfm3", _base(layer_types=["conv", "full_attention", "conv"])),
+    "lfm2": ("lfm2", _base(_CONVOLUTIONS)),
+    "lfm2_moe": ("lfm2_moe", _base(_CONVOLUTIONS, _FEW)),
+    "lfm3": ("lfm3", _base(_CONVOLUTIONS)),
     "kimi_linear": (
         "kimi_linear",
         _base(
-            layer_types=["linear_attention", "full_attention", "linear_attention"],
-            num_key_value_heads=4,
-            linear_head_dim=8,
-            linear_num_heads=4,
-            kv_lora_rank=16,
-            q_lora_rank=None,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=8,
-            v_head_dim=8,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=16,
-            n_group=1,
-            topk_group=1,
+            {
+                "layer_types": ["linear_attention", _FULL, "linear_attention"],
+                "linear_head_dim": 8,
+                "linear_num_heads": 4,
+            },
+            {**_LATENT, **_ROUTED, "q_lora_rank": None},
         ),
     ),
     "zaya": ("zaya", _base()),
@@ -343,36 +179,15 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
 """Families with states that cannot be truncated."""
 
 
-_T5: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 48,
-    "num_layers": 3,
-    "num_decoder_layers": 3,
-    "num_heads": 4,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 20,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "decoder_start_token_id": 0,
+_T5: dict[str, Any] = {"vocab_size": VOCAB, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+_T5 |= {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_decoder_layers": 3, "num_heads": 4}
+_T5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 20}
+_PAIR: dict[str, Any] = {f"{part}_layers": 3 for part in ("encoder", "decoder")}
+_PAIR |= {
+    f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in (("ffn_dim", 48), ("attention_heads", 4))
 }
-_PAIR: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "d_model": 32,
-    "encoder_layers": 3,
-    "decoder_layers": 3,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-    "decoder_start_token_id": 1,
-    "forced_eos_token_id": None,
-}
+_PAIR |= {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1, "decoder_start_token_id": 1}
+_PAIR |= {"d_model": 32, "max_position_embeddings": 256, "forced_eos_token_id": None}
 
 SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": ("t5", _T5),

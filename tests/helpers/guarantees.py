@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from foresay.decoding.sampling_params import SamplingParams
 from foresay.models.families import table
 from foresay.models.huggingface import fused as fused_layers
 from foresay.models.huggingface.causal import CausalModel, is_recurrent
@@ -23,9 +25,11 @@ from foresay.models.huggingface.recurrent import RecurrentModel
 from foresay.models.huggingface.self_check import use_fused_layers
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model
-from helpers import comparing, families, gguf_cases
+from helpers import families, gguf_cases
+from helpers.comparing import MARGIN, NEW, prompts
 from helpers.families import FAMILIES, RECURRENT
 from helpers.gguf_cases import MODELS
+from helpers.support import run
 
 HYBRIDS = ("lfm2", "qwen3_5", "lfm2_moe", "qwen3_next", "qwen3_5_moe", "granitemoehybrid")
 """Families with recurrent layers that the kernels run."""
@@ -68,14 +72,29 @@ def on(engine: str, *names: str) -> list[Cell]:
 OWN = on("own code", *FAMILIES, *RECURRENT)
 KERNELS = on("kernels", *READ, *HYBRIDS)
 FILES = [Cell(name, "gguf", "kernels") for name in MODELS]
-CELLS = [*OWN, *KERNELS, *FILES]
 
 
-def reference_of(cell: Cell) -> tuple[PreTrainedModel, list[list[int]]]:
-    """The model by transformers, to be left as it is, and what it writes after `comparing.prompts()`."""
-    if cell.format == "gguf":
-        return gguf_cases.model_of(cell.family), gguf_cases.outputs_of(cell.family)
-    return comparing.reference_of(cell.family)
+@functools.cache
+def reference_of(family: str, format: str = "folder") -> PreTrainedModel:
+    """The model by transformers, to be left as it is."""
+    return gguf_cases.model_of(family) if format == "gguf" else families.make(family)
+
+
+def assert_greedy(model: PreTrainedModel, prompt: Sequence[int], output: Sequence[int]) -> None:
+    """Each token is the likeliest of one pass of transformers over the whole text, or closer to it than MARGIN."""
+    with torch.no_grad():
+        scores = model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
+    behind = scores.max(-1).values - scores[range(len(output)), list(output)]
+    assert float(behind.max()) < MARGIN, (int(behind.argmax()), output)
+
+
+@functools.cache
+def outputs_of(cell: Cell) -> list[list[int]]:
+    """Output of a cell's model after `prompts()` without drafts, which transformers would write."""
+    found = run(target_of(cell), prompts(), SamplingParams(max_new_tokens=NEW), gamma=0)[0]
+    for prompt, one in zip(prompts(), found, strict=True):
+        assert_greedy(reference_of(cell.family, cell.format), prompt, one)
+    return found
 
 
 def fused(model: PreTrainedModel, weights: str = "float32") -> CausalModel:
@@ -95,7 +114,7 @@ def made(cell: Cell, weights: str = "float32", seed: int | None = None) -> Any:
         with tempfile.TemporaryDirectory() as folder:
             path = gguf_cases.file_of(cell.family, Path(folder), None if weights == "float32" else "Q8_0")
             return load_model(path, LoadOptions(dtype="fp32") if weights == "float32" else LoadOptions()).model
-    model = copy.deepcopy(reference_of(cell)[0]) if seed is None else families.make(cell.family, seed)
+    model = copy.deepcopy(reference_of(cell.family)) if seed is None else families.make(cell.family, seed)
     if cell.engine == "kernels":
         return fused(model, weights)
     return (RecurrentModel if is_recurrent(model) else CausalModel)(model)

@@ -166,9 +166,8 @@ def attend(sizes: Sizes, library: Any) -> None:
     step = sizes.integers(tokens, 0, most - 1) if sizes.often(0.9) else sizes.integers(tokens, -2, slots + 2)
     seen = None
     if tree and 0 < tokens <= LARGE and 0 < columns <= LARGE:
-        seen = sizes.keep(
-            torch.tensor([sizes.one(*[1] * 20, 0, odd=0) for _ in range(tokens * columns)], dtype=torch.uint8)
-        )
+        each = [sizes.one(*[1] * 20, 0, odd=0) for _ in range(tokens * columns)]
+        seen = sizes.keep(torch.tensor(each, dtype=torch.uint8))
     starts = sizes.integers(tokens, -1 if sizes.often(0.1) else 0, slots if sizes.often(0.1) else 0)
     turned = rotated > 0
     source = sizes.one(0, 0, 0, 1, 2, odd=0.02)
@@ -192,25 +191,15 @@ def attend(sizes: Sizes, library: Any) -> None:
 
 def mix(sizes: Sizes, library: Any) -> None:
     """A layer of states over rows whose lengths mostly fit each other."""
-    kind, keys, key_dim, dim = (
-        sizes.one(0, 0, 1, 2, 2, odd=0.01),
-        sizes.one(1, 2),
-        sizes.one(1, 3, 8),
-        sizes.one(1, 5, 33, odd=0.02),
-    )
+    kind, keys = sizes.one(0, 0, 1, 2, 2, odd=0.01), sizes.one(1, 2)
+    key_dim, dim = sizes.one(1, 3, 8), sizes.one(1, 5, 33, odd=0.02)
     values, taps, slots, tail = keys * sizes.one(1, 2, odd=0), sizes.one(1, 2, 4), sizes.one(4, 8), sizes.one(3, 4)
     if kind == 1:
         keys = values = key_dim = 0
     channels = dim if kind == 1 else 2 * keys * key_dim + values * dim
     state, entry = values * -(-dim // 32) * key_dim * 32, channels + keys * key_dim + values * (dim + 1)
     wide = {0: dim, 2: values * dim}.get(kind, 0)
-    held = [
-        sizes.floats(channels, taps),
-        sizes.floats(values),
-        sizes.floats(values),
-        sizes.floats(wide),
-        sizes.floats(values),
-    ]
+    held = [sizes.floats(channels, taps), *(sizes.floats(count) for count in (values, values, wide, values))]
     heads = values if sizes.often(0.97) else 1
 
     def vector(address: int | None, size: int) -> structs.VectorStruct:
@@ -236,10 +225,8 @@ def mix(sizes: Sizes, library: Any) -> None:
             sizes.floats(size or 1) for size in (state, tail * entry, state, slots * entry)
         )
         tokens += own
-    joint, out = (
-        sizes.floats(max(tokens, 1), 3 * channels + 3 * values * (dim + 1)),
-        sizes.floats(max(tokens, 1), dim, max(values, 1)),
-    )  # inputs of a state space: gates, channels and steps
+    inputs = 3 * channels + 3 * values * (dim + 1)  # of a state space: gates, channels and steps
+    joint, out = sizes.floats(max(tokens, 1), inputs), sizes.floats(max(tokens, 1), dim, max(values, 1))
     rows = structs.StateRowsStruct(count, slots, tail, state, entry, made)
     if None in (*held[:1], joint, out) or not all(one.ring for one in made):
         tokens = -1
@@ -328,9 +315,8 @@ def chain(sizes: Sizes, library: Any) -> None:
     most, positions = sizes.one(1, 4, 0, 9), sizes.one(8, 20)
 
     def weights(outputs: int, depth: int) -> NativeProduct:
-        return NativeProduct.of_numbers(
-            torch.randn(outputs, depth + (sizes.one(-1, 2, odd=0) if sizes.often(0.03) else 0)), None
-        )
+        extra = sizes.one(-1, 2, odd=0) if sizes.often(0.03) else 0
+        return NativeProduct.of_numbers(torch.randn(outputs, depth + extra), None)
 
     layer = Layer(
         kind="full_attention", before_attention=None, qkv=weights(32, 2 * hidden), heads=(2, 1), dim=8, q_norm=None, k_norm=None,
@@ -350,24 +336,15 @@ def chain(sizes: Sizes, library: Any) -> None:
     embeddings, scores = weights(vocab, hidden), weights(count, hidden)
     tokens = most if 0 < most <= LARGE else 1
     made = structs.ChainStruct(
-        embeddings=ctypes.addressof(embeddings.struct),
-        scores=ctypes.addressof(scores.struct),
+        embeddings=ctypes.addressof(embeddings.struct), scores=ctypes.addressof(scores.struct),
         token_ids=sizes.integers(count, 0, vocab - 1 if sizes.often(0.9) else 2 * vocab) if sizes.often(0.7) else None,
-        cosines=sizes.floats(positions, 8),
-        sines=sizes.floats(positions, 8),
-        rotated=sizes.one(8, 4, odd=0.05),
-        positions=positions,
-        is_bf16=sizes.one(0, 1, odd=0),
-        known=sizes.integers(known, 0, vocab - 1 if sizes.often(0.9) else 2 * vocab),
-        most=most,
-        ends=sizes.integers(2, 0, vocab),
-        num_ends=sizes.one(0, 2, odd=0),
-        probability=1.0,
-        threshold=0.0,
+        cosines=sizes.floats(positions, 8), sines=sizes.floats(positions, 8), rotated=sizes.one(8, 4, odd=0.05),
+        positions=positions, is_bf16=sizes.one(0, 1, odd=0),
+        known=sizes.integers(known, 0, vocab - 1 if sizes.often(0.9) else 2 * vocab), most=most,
+        ends=sizes.integers(2, 0, vocab), num_ends=sizes.one(0, 2, odd=0), probability=1.0, threshold=0.0,
         weights=sizes.keep(torch.ones(10, dtype=torch.float64)),
-        tokens=sizes.keep(torch.zeros(tokens, dtype=torch.int64)),
-        confidences=sizes.floats(tokens),
-    )
+        tokens=sizes.keep(torch.zeros(tokens, dtype=torch.int64)), confidences=sizes.floats(tokens),
+    )  # fmt: skip
     native.draft(call, made)
 
 

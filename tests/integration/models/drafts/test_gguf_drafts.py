@@ -22,6 +22,7 @@ from foresay.models.drafts.files import write_draft
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.sources.drafts import load_draft
 from helpers import tiny
+from helpers.assistants import write_gguf
 from helpers.blocks import random_block
 from helpers.families import make
 from helpers.heads import random_head
@@ -77,8 +78,6 @@ def written(
     write_draft(draft, folder)
     config, is_block = draft.config, isinstance(draft.config, BlockConfig)
     arch = "dflash" if is_block else "eagle3"
-    path = folder / "draft.gguf"
-    writer = gguf.GGUFWriter(path, arch)
     layer = config.layer
     values: dict[str, Any] = {
         "block_count": config.num_layers if isinstance(config, BlockConfig) else 1,
@@ -103,36 +102,20 @@ def written(
         if config.convolution is not None and config.path is not None:
             values |= dict(zip(("conv_kernel_size", "conv_group_size"), config.convolution, strict=True))
             values |= {"selector_rank": config.path.rank, "selector_top_k": config.path.candidates}
-        writer.add_mask_token_id(config.mask_token_id)
+        values["tokenizer.ggml.mask_token_id"] = config.mask_token_id
     else:
         values |= {"target_hidden_size": layer["hidden_size"], "norm_before_residual": config.norm_before_residual}
         values |= {"norm_before_fc": config.norm_before_fc}
-    for name, value in {**values, **changes}.items():
-        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-        (writer.add_array if isinstance(value, list) else add[type(value)])(f"{arch}.{name}", value)
-    if divisors is not None:
-        writer.add_tensor("rope_freqs.weight", divisors.numpy())
+    tensors = {} if divisors is None else {"rope_freqs.weight": divisors.numpy()}
     for name, weight in load_file(folder / "model.safetensors").items():
         if name == "t2d":
             continue
-        values_of = weight.numpy()
         if arch == "eagle3" and (".q_proj." in name or ".k_proj." in name):
             heads = layer["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
-            values_of = (
-                weight.view(heads, 2, len(weight) // heads // 2, -1).transpose(1, 2).reshape(weight.shape).numpy()
-            )
-        short = _gguf_name(name, arch)
-        kind = (kinds or {}).get(short.split(".")[-2]) if "." in short else None
-        if kind is None:
-            writer.add_tensor(short, np.ascontiguousarray(values_of))
-        else:
-            of = gguf.GGMLQuantizationType[kind]
-            writer.add_tensor(short, gguf.quantize(np.ascontiguousarray(values_of), of), raw_dtype=of)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+            pairs = weight.view(heads, 2, len(weight) // heads // 2, -1).transpose(1, 2)
+            weight = pairs.reshape(weight.shape)
+        tensors[_gguf_name(name, arch)] = weight.numpy()
+    return write_gguf(folder / "draft.gguf", arch, {**values, **changes}, tensors, kinds)
 
 
 def _gguf_name(name: str, arch: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,9 +30,11 @@ from helpers.support import run
 
 MOST = 9
 PROMPTS = [[5, 6, 1, 2, 3, 4, 5], [2], [1, 2, 1]]
+PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True)
 
 
-def target(dtype: torch.dtype, *, frozen: bool = False, vocab: int = VOCAB) -> CausalModel:
+@functools.cache
+def target(dtype: torch.dtype = torch.float32, *, frozen: bool = False, vocab: int = VOCAB) -> CausalModel:
     weights = make("llama", 3, vocab_size=vocab, tie_word_embeddings=False).to(dtype)
     if frozen:  # its embedding reads quantized rows
         freeze_linears(weights, quantizer(8), all_dtypes=True)
@@ -102,26 +105,33 @@ KINDS: dict[str, tuple[torch.dtype, Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize(("length", "known"), [(1, 1), (40, 1), (40, 4), (3, 9)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_chain_has_the_bits_of_single_passes(kind: str, length: int, known: int, frozen: bool) -> None:
+def test_a_chain_has_the_bits_of_single_passes(kind: str) -> None:
     dtype, quantized, more = KINDS[kind]
-    model = target(dtype, frozen=frozen)
-    for seed in range(20):
-        head = HeadModel(random_head(model, seed=seed, **more), model, make=quantized)
-        wanted, confidences, states = stepwise(head, length, known, MOST)
-        if len(set(wanted)) > 2:  # random heads often repeat a token
-            break
-    assert len(set(wanted)) > 2
-    found, certain, cache = at_once(head, length, known, MOST)
-    assert found == wanted and cache.lengths == [length + known]
-    assert torch.equal(written(cache, length, known + MOST - 1), states)
-    assert certain == pytest.approx(confidences, rel=1e-5)
+    for length, known, frozen in ((1, 1, True), (40, 1, False), (40, 4, True), (3, 9, False)):
+        model = target(dtype, frozen=frozen)
+        for seed in range(20):
+            head = HeadModel(random_head(model, seed=seed, **more), model, make=quantized)
+            wanted, confidences, states = stepwise(head, length, known, MOST)
+            if len(set(wanted)) > 2:  # random heads often repeat a token
+                break
+        assert len(set(wanted)) > 2
+        found, certain, cache = at_once(head, length, known, MOST)
+        assert found == wanted and cache.lengths == [length + known]
+        assert torch.equal(written(cache, length, known + MOST - 1), states)
+        assert certain == pytest.approx(confidences, rel=1e-5)
 
 
-def test_outputs_that_are_not_rounded_have_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: in bf16 the next pass reads rounded numbers."""
+def test_other_bits_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Controls: in bf16 the next pass reads rounded numbers; every known pair is read, not the last one alone."""
+    model = target()
+    head = HeadModel(random_head(model), model)
+    _, _, states = stepwise(head, 20, 3, MOST)
+    cache, (tokens, features) = started(head, 20), pairs(head, 20, 3)
+    known = tokens[20:].clone()
+    known[0] += 1
+    head.draft_at_once(known, features[20:], cache, MOST, (), StoppingRule())
+    assert not torch.equal(written(cache, 20, MOST + 2)[:, :, 3:], states[:, :, 3:])
     model = target(torch.bfloat16)
     head = HeadModel(random_head(model), model, make=quantizer(8))
     assert head._chain is not None
@@ -130,46 +140,31 @@ def test_outputs_that_are_not_rounded_have_other_bits(monkeypatch: pytest.Monkey
     assert not torch.equal(written(at_once(head, 20, 2, MOST)[2], 20, MOST + 1), states)
 
 
-def test_a_chain_after_other_known_tokens_has_other_bits() -> None:
-    """Control: every known pair is read, not the last one alone."""
-    model = target(torch.float32)
-    head = HeadModel(random_head(model), model)
-    _, _, states = stepwise(head, 20, 3, MOST)
-    cache, (tokens, features) = started(head, 20), pairs(head, 20, 3)
-    known = tokens[20:].clone()
-    known[0] += 1
-    head.draft_at_once(known, features[20:], cache, MOST, (), StoppingRule())
-    assert not torch.equal(written(cache, 20, MOST + 2)[:, :, 3:], states[:, :, 3:])
-
-
 def test_a_chain_ends_by_its_rule_at_its_limit_and_at_an_end_token() -> None:
-    model = target(torch.float32)
+    model = target()
     head = HeadModel(random_head(model, gain=1.0), model)
     ids, confidences, _ = stepwise(head, 12, 2, MOST)
-    weights = tuple(0.4 + 0.05 * i for i in range(10))
-
-    def drafted(most: int, rule: StoppingRule | None = None, ends: tuple[int, ...] = ()) -> list[int]:
-        return at_once(head, 12, 2, most, rule, ends)[0]
-
-    ends = set()
+    weights, ends = tuple(0.4 + 0.05 * i for i in range(10)), set()
     for threshold in (0.9, 0.6, 0.4, 0.3, 0.2, 0.05, 0.0):
         so_far, count = 0.95, 0
         for confidence in confidences:
             so_far, count = so_far * weights[min(int(10 * confidence), 9)], count + 1
             if not so_far > threshold:
                 break
-        assert drafted(MOST, StoppingRule(Reads.CONFIDENCE, threshold, 0, (0.95,), weights)) == ids[:count]
+        rule = StoppingRule(Reads.CONFIDENCE, threshold, 0, (0.95,), weights)
+        assert at_once(head, 12, 2, MOST, rule)[0] == ids[:count]
         ends.add(count)
     assert len(ends) > 3
-    assert drafted(4) == ids[:4]
-    last = ids[2]
-    assert drafted(MOST, ends=(VOCAB - 1, last)) == ids[: ids.index(last) + 1]
+    assert at_once(head, 12, 2, 4)[0] == ids[:4]
+    assert at_once(head, 12, 2, MOST, None, (VOCAB - 1, ids[2]))[0] == ids[: ids.index(ids[2]) + 1]
+    with pytest.raises(ValueError, match="needs 10"):
+        StoppingRule(weights=(1.0,))
 
 
 @pytest.mark.parametrize("length", [ConstantLength(5), ThroughputLength(), ConfidenceLength(0.2, high=5)])
 def test_who_drafts_in_one_call(length: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Single greedy rows, under a policy whose rule has the form; the output is plain decoding's, and drafts are the same."""
-    model = target(torch.float32, vocab=7)
+    model = target(vocab=7)
     head = HeadModel(random_head(model, seed=8), model)
     calls = []
     original = NativeChain.draft
@@ -220,12 +215,12 @@ class Weighted(ConstantLength):
 def test_one_call_evaluates_the_rule_and_notes_confidences_as_single_passes_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = target(torch.float32, vocab=7)
+    model = target(vocab=7)
     head = HeadModel(random_head(model, seed=8, gain=0.8), model)
 
     def decoded() -> tuple[list[int], list[list[float]]]:
-        policy, params = Weighted(), SamplingParams(max_new_tokens=24, ignore_eos=True)
-        _, steps, engine = run(model, PROMPTS, params, drafter=HeadDrafter(head, 7), policy=policy, max_batch_size=1)
+        policy = Weighted()
+        _, steps, engine = run(model, PROMPTS, PARAMS, drafter=HeadDrafter(head, 7), policy=policy, max_batch_size=1)
         assert engine.draft_failures == 0
         return [step.num_drafted for step in steps], policy.read
 
@@ -250,41 +245,33 @@ class Two(ConstantLength):
 class TwoMeasured(ThroughputLength):
     """The same over measured lengths."""
 
-    def stopping(self, rows: Rows) -> Stopping:
-        return By(lambda step: step.index + 1 < 2, rows)
+    stopping = Two.stopping  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("length", [lambda: Two(5), TwoMeasured])
+@pytest.mark.parametrize("length", [lambda: Two(5), TwoMeasured], ids=["constant", "measured"])
 def test_a_policy_with_a_rule_of_its_own_is_called_for_each_token(length: Any) -> None:
-    model = target(torch.float32, vocab=7)
+    model = target(vocab=7)
     drafter = HeadDrafter(HeadModel(random_head(model, seed=8), model), 7)
-    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
-    _, steps, engine = run(model, PROMPTS, params, drafter=drafter, policy=length(), max_batch_size=1)
+    _, steps, engine = run(model, PROMPTS, PARAMS, drafter=drafter, policy=length(), max_batch_size=1)
     assert engine.draft_failures == 0 and max(step.num_drafted for step in steps) == 2
 
 
-def test_a_rule_has_a_weight_for_each_tenth() -> None:
-    with pytest.raises(ValueError, match="needs 10"):
-        StoppingRule(weights=(1.0,))
-
-
 def test_a_failure_in_the_call_ends_the_draft_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = target(torch.float32, vocab=7)
+    model = target(vocab=7)
     drafter = HeadDrafter(HeadModel(random_head(model, seed=8), model), 7)
 
     def failing(self: NativeChain, *args: Any) -> Any:
         raise RuntimeError("no more")
 
     monkeypatch.setattr(NativeChain, "draft", failing)
-    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
-    out, steps, engine = run(model, PROMPTS, params, drafter=drafter, gamma=4, max_batch_size=1)
+    out, steps, engine = run(model, PROMPTS, PARAMS, drafter=drafter, gamma=4, max_batch_size=1)
     assert engine.draft_failures > 0 and {step.num_drafted for step in steps} == {0}
-    assert out == run(model, PROMPTS, params, gamma=0)[0]
+    assert out == run(model, PROMPTS, PARAMS, gamma=0)[0]
 
 
 def test_scores_of_more_tokens_than_the_target_has_are_cut_elsewhere() -> None:
     """The kernels would draft tokens without an embedding."""
-    model = target(torch.float32)
+    model = target()
     made = random_head(model)
     wide = torch.nn.Linear(made.module.norm.weight.shape[0], VOCAB + 30, bias=False)
     made.module.lm_head = wide

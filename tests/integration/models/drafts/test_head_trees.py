@@ -18,6 +18,7 @@ from foresay.models.drafts.head import HeadModel
 from foresay.models.huggingface.causal import CausalModel
 from helpers.families import VOCAB, make
 from helpers.heads import random_head
+from helpers.passes import started
 
 NODES, WIDTH = 13, HeadDrafter.width
 Path = tuple[int, ...]
@@ -38,8 +39,7 @@ def row_of(head: HeadModel, length: int) -> Row:
 def probabilities(head: HeadModel, row: Row, path: Path) -> torch.Tensor:
     """The head's distribution after the row and a path, by single passes over a cache of its own."""
     tokens, features = torch.from_numpy(row.tokens[1:])[None], head.features(head.joined(row.prompt_hidden))[None]
-    cache = head.new_cache()
-    cache.add_rows(1)
+    cache = started(head)
     out = head.forward(ModelInput(tokens, [tokens.shape[1]], logits=Logits.LAST, features=features), cache)
     before = out.hidden[NEXT][:, -1:]
     for token in path:

@@ -11,10 +11,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from foresay.decoding.protocols import ModelInput
 from foresay.models.cpu import structs
 from foresay.models.cpu.layers import NativeLayers
-from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.causal import CausalModel, is_recurrent
 from foresay.models.huggingface.experts import active_share, expert_weights
 from foresay.models.huggingface.frozen import FrozenExperts
 from foresay.models.huggingface.linears import (
@@ -24,22 +23,18 @@ from foresay.models.huggingface.linears import (
     resident_bytes,
     weight_bytes,
 )
+from foresay.models.huggingface.recurrent import RecurrentModel
 from foresay.models.huggingface.self_check import use_fused_layers
 from foresay.models.sources.wrapping import wrap
 from helpers.broken_kernels import Broken
 from helpers.families import make
+from helpers.passes import in_pieces, scores
 
 MOE = pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen3_moe_unnormalized", "gpt_oss", "gemma4_moe"])
 
 
 def experts_of(layer: Any) -> Any:
     return getattr(layer, "experts", None) or layer.mlp.experts
-
-
-def passes(model: CausalModel, tokens: torch.Tensor) -> torch.Tensor:
-    cache = model.new_cache()
-    cache.add_rows(len(tokens))
-    return model.forward(ModelInput(tokens, [tokens.shape[1]] * len(tokens)), cache).scores()
 
 
 def tokens(*shape: int) -> torch.Tensor:
@@ -61,62 +56,54 @@ def test_frozen_experts_compute_what_the_model_computes(family: str) -> None:
 
 
 @MOE
-@pytest.mark.parametrize("bits", [8, 4])
-def test_experts_are_rounded_as_all_weights_are(family: str, bits: int) -> None:
+def test_experts_are_rounded_as_all_weights_are(family: str) -> None:
     changes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
     if family.startswith(("qwen3", "gemma4")):
         changes["moe_intermediate_size"] = 32
-    weights = make(family, **changes)
-    before = expert_weights(experts_of(weights.model.layers[0]))
-    assert before is not None
-    freeze_linears(weights, quantizer(bits), all_dtypes=True)
-    experts = experts_of(weights.model.layers[0])
-    for i, one in enumerate(experts.gate_up):
-        wanted, bias = before.gate_up(i)
-        assert (one.bias is None and bias is None) or torch.equal(one.bias, bias)
-        error = (one.product.dense() - wanted).abs().max() / wanted.abs().max()
-        assert 0 < error < 1.2 * 2.0**-bits and one.product.bits <= bits + 2
+    for bits in (8, 4):
+        weights = make(family, **changes)
+        before = expert_weights(experts_of(weights.model.layers[0]))
+        assert before is not None
+        freeze_linears(weights, quantizer(bits), all_dtypes=True)
+        for i, one in enumerate(experts_of(weights.model.layers[0]).gate_up):
+            wanted, bias = before.gate_up(i)
+            assert (one.bias is None and bias is None) or torch.equal(one.bias, bias)
+            error = (one.product.dense() - wanted).abs().max() / wanted.abs().max()
+            assert 0 < error < 1.2 * 2.0**-bits and one.product.bits <= bits + 2
 
 
 FAULTS = {
-    "rows of other experts": ["mixtral"],
-    "weights divided by their sum or not, the other way": ["qwen3_moe", "qwen3_moe_unnormalized"],
-    "no clamped gate": ["gpt_oss"],
-    "a gate without its limit": ["gpt_oss"],
-    "no sinks": ["gpt_oss"],
-    "corrections that count as weights": ["glm4_moe"],
-    "groups that are not selected": ["glm4_moe"],
-    "no shared expert": ["glm4_moe"],
-    "weights without their scale": ["glm4_moe"],
-    "values that are not normalized": ["gemma4", "gemma4_equal"],
-    "values that are rotated as keys are": ["gemma4_equal"],
-    "inputs of the first layer for all": ["gemma4"],
-    "outputs without their scale": ["gemma4"],
-    "experts without factors of their own": ["gemma4_moe"],
-    "a router that reads what experts read": ["gemma4_moe"],
-    "a dense output with the norm of experts": ["gemma4_moe"],
-    "": [
-        "gemma4_moe",
-        "mixtral",
-        "qwen3_moe",
-        "qwen3_moe_unnormalized",
-        "gpt_oss",
-        "glm4_moe",
-        "gemma4",
-        "gemma4_equal",
+    "mixtral": ["rows of other experts"],
+    "qwen3_moe": ["weights divided by their sum or not, the other way"],
+    "qwen3_moe_unnormalized": ["weights divided by their sum or not, the other way"],
+    "gpt_oss": ["no clamped gate", "a gate without its limit", "no sinks"],
+    "glm4_moe": [
+        "corrections that count as weights",
+        "groups that are not selected",
+        "no shared expert",
+        "weights without their scale",
     ],
+    "gemma4": ["values that are not normalized", "inputs of the first layer for all", "outputs without their scale"],
+    "gemma4_equal": ["values that are not normalized", "values that are rotated as keys are"],
+    "gemma4_moe": [
+        "experts without factors of their own",
+        "a router that reads what experts read",
+        "a dense output with the norm of experts",
+    ],
+    "qwen3_next": ["no shared expert", "a shared expert without its gate"],
+    "qwen3_5_moe": ["no shared expert", "a shared expert without its gate"],
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_broken_kernels_are_not_used(fault: str, broken_kernels: Broken) -> None:
+@pytest.mark.parametrize("family", FAULTS)
+def test_broken_kernels_are_not_used(family: str, broken_kernels: Broken) -> None:
     """The comparison when a model is loaded notices each of these faults."""
-    with broken_kernels(fault):
-        for family in FAULTS[fault]:
-            model = make(family)
-            freeze_linears(model)
-            reason = use_fused_layers(CausalModel(model))
-            assert "its scores differ from its own code's" in str(reason) if fault else reason is None
+    for fault in ("", *FAULTS[family]):
+        with broken_kernels(fault):
+            weights = make(family)
+            freeze_linears(weights)
+            reason = use_fused_layers((RecurrentModel if is_recurrent(weights) else CausalModel)(weights))
+            assert "its scores differ from its own code's" in str(reason) if fault else reason is None, fault
 
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -157,50 +144,41 @@ def test_many_tokens_are_routed_in_parts() -> None:
     model = CausalModel(weights)
     assert use_fused_layers(model) is None
     ids = tokens(1, 3000)
-    whole, cache = passes(model, ids), model.new_cache()
-    cache.add_rows(1)
-    for first in range(0, 3000, 500):
-        part = model.forward(ModelInput(ids[:, first : first + 500], [500]), cache).scores()
-        assert torch.equal(part, whole[:, first : first + 500])
+    assert torch.equal(in_pieces(model, ids[0], [500] * 6), scores(model, ids)[0])
 
 
-def test_equal_scores_of_the_router() -> None:
-    """All experts tie: the first ones are selected, in every pass."""
+def mixture() -> tuple[Any, CausalModel]:
+    """Weights, and a model on the kernels that reads them."""
     weights = make("mixtral")
+    model: Any = wrap("tiny", weights, None, optimise=False).model
+    assert model.fused is not None and expert_weights(weights.model.layers[0].mlp.experts) is not None
+    return weights, model
+
+
+def test_scores_of_the_router_that_are_equal_or_not_numbers() -> None:
+    """All experts tie: the first ones are selected. NaN makes the token's scores NaN, not a wrong address; others stay."""
+    weights, model = mixture()
     for layer in weights.model.layers:
         layer.mlp.gate.weight.data.zero_()
         for i in (2, 3):
             layer.mlp.experts.down_proj.data[i] = 1e6  # whichever of these is selected shows
-    freeze_linears(weights)
-    model = CausalModel(weights)
-    model.use_fused()
-    assert float(passes(model, tokens(2, 9)).abs().max()) < 1e3
-
-
-def test_scores_of_the_router_that_are_not_numbers() -> None:
-    """They make the token's scores NaN, not a wrong address; other rows stay as they are."""
-    weights = make("mixtral")
-    freeze_linears(weights)
-    model = CausalModel(weights)
-    model.use_fused()
+    assert float(scores(model, tokens(2, 9)).abs().max()) < 1e3
+    weights, model = mixture()
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]])
-    wanted = passes(model, ids)
+    wanted = scores(model, ids)
     weights.model.embed_tokens.weight.data[9] = torch.nan
-    found = passes(model, ids)
+    found = scores(model, ids)
     assert found[1, 3].isnan().all() and torch.equal(found[0], wanted[0])
 
 
 def test_a_model_that_the_caller_keeps() -> None:
     """Its experts are read where they are, so that a change takes effect."""
-    weights = make("mixtral")
-    loaded = wrap("tiny", weights, None, optimise=False)
-    model: Any = loaded.model
-    assert model.fused is not None and expert_weights(weights.model.layers[0].mlp.experts) is not None
+    weights, model = mixture()
     ids = tokens(1, 12)
-    before = passes(model, ids)
+    before = scores(model, ids)
     torch.testing.assert_close(before, make("mixtral")(ids).logits, atol=1e-4, rtol=1e-4)
     weights.model.layers[1].mlp.experts.down_proj.data *= 2
-    assert not torch.allclose(passes(model, ids), before, atol=1e-3)
+    assert not torch.allclose(scores(model, ids), before, atol=1e-3)
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -218,77 +196,48 @@ def test_a_pass_of_one_token_reads_the_experts_that_it_selects(frozen: bool) -> 
     assert count_parameters(model) == count
 
 
-class Unusual(nn.Module):
-    """Experts of another layout."""
-
-    def __init__(self, **changes: Any) -> None:
-        super().__init__()
-        self.gate_up_proj, self.down_proj = nn.Parameter(torch.zeros(2, 8, 4)), nn.Parameter(torch.zeros(2, 4, 4))
-        self.act_fn = nn.SiLU()
-        for name, value in {"has_bias": False, "is_transposed": False, **changes}.items():
-            setattr(self, name, value)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"has_bias": True},
-        {"is_transposed": True},
-        {"is_concatenated": False},
-        {"has_gate": False},
-        {"has_post_expert_norm": True},
-        {"down_proj": nn.Parameter(torch.zeros(2, 4, 8))},
-        {},
-    ],
-)
-def test_experts_of_other_layouts_stay_as_they_are(changes: dict[str, Any]) -> None:
+def test_experts_of_other_layouts_stay_as_they_are() -> None:
     """The last one differs in its gate alone."""
-    module = Unusual(**changes)
-    assert expert_weights(module) is None
-    holder = nn.ModuleList([module])
-    assert freeze_linears(holder) == 0 and holder[0] is module
+    layouts: list[dict[str, Any]] = [{"has_bias": True}, {"is_transposed": True}, {"is_concatenated": False}]
+    layouts += [{"has_gate": False}, {"has_post_expert_norm": True}]
+    layouts += [{"down_proj": nn.Parameter(torch.zeros(2, 4, 8))}, {}]
+    for changes in layouts:
+        module: Any = nn.Module()
+        module.gate_up_proj, module.down_proj = nn.Parameter(torch.zeros(2, 8, 4)), nn.Parameter(torch.zeros(2, 4, 4))
+        module.act_fn = nn.SiLU()
+        for name, value in {"has_bias": False, "is_transposed": False, **changes}.items():
+            setattr(module, name, value)
+        assert expert_weights(module) is None
+        holder = nn.ModuleList([module])
+        assert freeze_linears(holder) == 0 and holder[0] is module
+
+
+EXPERTS: dict[str, Any] = {"active": 5, "count": 1 << 20, "inner": 49, "down": None, "groups": 3, "active_groups": 2}
+SIZES = [*EXPERTS.items(), ("active", 0), ("count", 0), ("groups", 4), ("sigmoid", 1)]
+NORMS = [(name, one) for name in ("before", "router", "after", "dense", "scales") for one in ("size", "values")]
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("family", "method", "name", "value"),
     [
-        ("active", 5),
-        ("active", 0),
-        ("count", 0),
-        ("count", 1 << 20),
-        ("inner", 49),
-        ("down", None),
-        ("groups", 3),
-        ("groups", 4),
-        ("active_groups", 2),
-        ("sigmoid", 1),
+        *(("mixtral", "_experts", *one) for one in SIZES),
+        *(("gemma4_moe", "_expert_norms", *one) for one in NORMS),
     ],
 )
-def test_sizes_of_experts_are_checked(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = make("mixtral")
+def test_sizes_of_experts_and_of_norms_next_to_them_are_checked(
+    family: str, method: str, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = make(family)
     freeze_linears(weights)
-    build = NativeLayers._experts
-
-    def wrong(self: NativeLayers, experts: Any) -> structs.ExpertsStruct:
-        made = build(self, experts)
-        setattr(made, name, ctypes.POINTER(structs.ProductStruct)() if value is None else value)
-        return made
-
-    monkeypatch.setattr(NativeLayers, "_experts", wrong)
-    assert "by the compiled kernels only" in str(use_fused_layers(CausalModel(weights)))
-
-
-@pytest.mark.parametrize("name", ["before", "router", "after", "dense", "scales"])
-@pytest.mark.parametrize("damage", ["size", "values"])
-def test_sizes_of_norms_next_to_experts_are_checked(name: str, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = make("gemma4_moe")
-    freeze_linears(weights)
-    build = NativeLayers._expert_norms
+    build = getattr(NativeLayers, method)
 
     def wrong(self: NativeLayers, *given: Any) -> Any:
         made = build(self, *given)
-        setattr(getattr(made.contents, name), damage, None if damage == "values" else 7)
+        if method == "_experts":
+            setattr(made, name, ctypes.POINTER(structs.ProductStruct)() if value is None else value)
+        else:
+            setattr(getattr(made.contents, name), value, None if value == "values" else 7)
         return made
 
-    monkeypatch.setattr(NativeLayers, "_expert_norms", wrong)
+    monkeypatch.setattr(NativeLayers, method, wrong)
     assert "by the compiled kernels only" in str(use_fused_layers(CausalModel(weights)))

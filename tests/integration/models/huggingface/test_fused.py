@@ -20,6 +20,7 @@ from foresay.models.huggingface.self_check import UnfusedReason, use_fused_layer
 from foresay.models.sources.wrapping import wrap
 from helpers.families import FAMILIES, VOCAB, make
 from helpers.guarantees import READ, without_kernels
+from helpers.passes import started
 from helpers.support import run
 
 PROMPTS = [[5, 9, 17, 5, 9], [7], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]]
@@ -57,8 +58,7 @@ def test_trees_and_hidden_states_are_those_of_the_familys_own_code(
     parents = torch.tensor([[-1, 0, 0, 2, 1], [-1, 0, 1, 1, 3]])
 
     def outputs(model: CausalModel) -> list[torch.Tensor]:
-        cache = model.new_cache()
-        cache.add_rows(2)
+        cache = started(model, 2)
         filled = model.forward(ModelInput(before, (6, 3), hidden_layers=layers), cache)
         grown = model.forward(ModelInput(tree, counts, parents=parents, hidden_layers=layers), cache)
         whole = [filled.scores()[1, :3], *(filled.hidden[n][1, :3] for n in layers)]
@@ -94,44 +94,41 @@ def test_only_known_families_are_without_states_by_what_their_layers_are() -> No
     assert is_recurrent(weights), "a field that its code does not read"
 
 
-def test_a_model_with_hooks_keeps_its_own_code() -> None:
-    weights = make("llama")
-    weights.model.layers[0]._hf_hook = object()  # accelerate's
-    assert "hooks" in str(use_fused_layers(CausalModel(weights)))
-    weights = make("llama")
-    weights.model.layers[0].register_forward_hook(lambda *_: None)
-    assert use_fused_layers(CausalModel(weights)) == UnfusedReason("it has hooks on its modules", expected=True)
+def test_a_model_with_hooks_or_without_a_layer_keeps_its_own_code() -> None:
+    accelerated, hooked, lacking = (make("llama") for _ in range(3))
+    accelerated.model.layers[0]._hf_hook = object()
+    hooked.model.layers[0].register_forward_hook(lambda *_: None)
+    del lacking.model.layers[1].mlp.gate_proj
+    assert "hooks" in str(use_fused_layers(CausalModel(accelerated)))
+    assert use_fused_layers(CausalModel(hooked)) == UnfusedReason("it has hooks on its modules", expected=True)
+    model = CausalModel(lacking)
+    assert "gate_proj" in str(use_fused_layers(model)) and model.fused is None
 
 
-def test_the_first_layers_of_a_lean_model_are_lean() -> None:
+def test_the_first_layers_of_a_fused_model_are_fused() -> None:
     model = CausalModel(make("llama"))
     assert use_fused_layers(frozen(model)) is None
     short = first_layers(model, 2)
     assert short.fused is not None
-    lean_out = run(short, PROMPTS, PARAMS, gamma=0)[0]
+    found = run(short, PROMPTS, PARAMS, gamma=0)[0]
     short.fused = None
-    assert run(short, PROMPTS, PARAMS, gamma=0)[0] == lean_out
+    assert run(short, PROMPTS, PARAMS, gamma=0)[0] == found
 
 
-BROKEN: dict[str, tuple[Any, str, Any]] = {
-    "no rotation": (operations, "_rotate", lambda x, cos, sin: x),
-    "the wrong half negated": (
-        operations,
-        "_rotate",
-        lambda x, cos, sin: x * cos + x.roll(x.shape[-1] // 2, -1) * -sin,
-    ),
-    "norms that do nothing": (family_layers, "norm_of", lambda module: lambda x: x),
-}
+def half_negated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * -sin
 
 
-@pytest.mark.parametrize("broken", BROKEN)
-def test_passes_that_compute_something_else_are_not_used(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, name, instead = BROKEN[broken]
-    monkeypatch.setattr(module, name, instead)
+def test_passes_that_compute_something_else_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rotation, the wrong half negated, norms that do nothing."""
     without_kernels(monkeypatch)
-    model = CausalModel(make("llama"))
-    assert "its scores differ from its own code's" in str(use_fused_layers(model))
-    assert model.fused is None
+    broken: list[tuple[Any, str, Any]] = [(operations, "_rotate", lambda x, cos, sin: x)]
+    broken += [(operations, "_rotate", half_negated), (family_layers, "norm_of", lambda module: lambda x: x)]
+    for owner, name, instead in broken:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, instead)
+            model = CausalModel(make("llama"))
+            assert "its scores differ from its own code's" in str(use_fused_layers(model)) and model.fused is None
 
 
 @pytest.mark.parametrize("rounded", [False, True])
@@ -162,30 +159,12 @@ def test_a_fallback_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
     assert two.startswith("passes of yours are made by its family's own code: ")
 
 
-def test_a_layer_that_lacks_something_is_no_error() -> None:
-    weights = make("llama")
-    del weights.model.layers[1].mlp.gate_proj
-    model = CausalModel(weights)
-    assert "gate_proj" in str(use_fused_layers(model))
-    assert model.fused is None
-
-
-def test_sampled_texts_are_the_same_for_a_seed() -> None:
-    model = CausalModel(make("qwen3"))
-    params = [SamplingParams(max_new_tokens=12, temperature=1.0, seed=i) for i in range(3)]
-    own = run(model, PROMPTS, params, gamma=0)[0]
-    assert use_fused_layers(frozen(model)) is None
-    assert run(model, PROMPTS, params, gamma=0)[0] == own
-    assert torch.is_inference_mode_enabled() is False
-
-
 def differences_near_the_limit(model: CausalModel, counts: tuple[int, int]) -> list[float]:
     """Largest difference of each row's scores from those of its text alone; the first row ends one token before the limit."""
     limit = model.max_length
     lengths = [limit - counts[0] - 1, 5]
     ids = torch.randint(2, VOCAB, (2, limit), generator=torch.Generator().manual_seed(2))
-    cache = model.new_cache()
-    cache.add_rows(2)
+    cache = started(model, 2)
     model.forward(ModelInput(ids[:, : lengths[0]], lengths), cache)
     fed = torch.stack([row[n : n + max(counts)] for row, n in zip(torch.cat([ids, ids], 1), lengths, strict=True)])
     scores = model.forward(ModelInput(fed, counts), cache).scores()

@@ -54,14 +54,10 @@ class Sees(Stateless):
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_a_drafter_sees_every_token_once(family: str) -> None:
     """The observed states, put together, are those that one pass over the whole text computes; layer 0 is the embeddings."""
-    model, drafter = (
-        CausalModel(make(family, **({} if family == "gpt2" else {"max_position_embeddings": 1024}))),
-        Sees(),
-    )
-    prompts = PROMPTS[:3] if family == "gpt2" else PROMPTS
-    outputs, _, engine = run(
-        model, prompts, SamplingParams(max_new_tokens=12), drafter=drafter, max_batch_size=3, join_later=1
-    )
+    model = CausalModel(make(family, **({} if family == "gpt2" else {"max_position_embeddings": 1024})))
+    drafter, prompts = Sees(), PROMPTS[:3] if family == "gpt2" else PROMPTS
+    params = SamplingParams(max_new_tokens=12)
+    outputs, _, engine = run(model, prompts, params, drafter=drafter, max_batch_size=3, join_later=1)
     assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         text = torch.tensor([[*prompt, *output[:-1]]])
@@ -70,22 +66,13 @@ def test_a_drafter_sees_every_token_once(family: str) -> None:
             states = model.model(text, output_hidden_states=True, use_cache=False).hidden_states
         for layer in LAYERS:
             shown = torch.cat(drafter.seen[i][layer])
-            assert shown.shape == states[layer][0].shape
-            assert torch.allclose(shown, states[layer][0], atol=1e-3)
+            assert shown.shape == states[layer][0].shape and torch.allclose(shown, states[layer][0], atol=1e-3)
 
 
 def test_a_drafter_that_reads_hidden_states_sees_all_of_a_shared_beginning() -> None:
-    from foresay.decoding.acceptance import Speculative
-    from foresay.engine import Engine
-
-    drafter = Sees()
-    engine = Engine(
-        CausalModel(make("llama")), drafter, Speculative(), ConstantLength(2), prefixes=PrefixStore(1 << 20)
-    )
-    for _ in range(2):
-        engine.submit([*range(2, 60)], SamplingParams(max_new_tokens=4))
-    while engine.has_work:
-        engine.step()
+    drafter, params = Sees(), SamplingParams(max_new_tokens=4)
+    store = PrefixStore(1 << 20)
+    _, _, engine = run(CausalModel(make("llama")), [[*range(2, 60)]] * 2, params, drafter=drafter, prefixes=store)
     assert engine.draft_failures == 0 and [len(drafter.seen[i][2][0]) for i in (0, 1)] == [57, 57]
     assert torch.equal(drafter.seen[0][2][0], drafter.seen[1][2][0])
 
@@ -93,19 +80,13 @@ def test_a_drafter_that_reads_hidden_states_sees_all_of_a_shared_beginning() -> 
 def test_a_catch_up_keeps_the_hidden_states_of_all_its_columns() -> None:
     model = CausalModel(make("llama"))
     rows = Rows([Row(i, prompt, SamplingParams(), limit=64) for i, prompt in enumerate(([4, 5, 6, 7, 8], [9, 3]))])
-    cache = model.new_cache()
+    cache, text = model.new_cache(), torch.tensor([[4, 5, 6, 7, 8, 1, 2]])
     model.admit(rows, 0, cache)
-    proposal = Proposal(torch.tensor([[1, 2], [3, 0]]), [2, 1])
-    output = score(rows, proposal, model, cache, LAYERS)
+    output = score(rows, Proposal(torch.tensor([[1, 2], [3, 0]]), [2, 1]), model, cache, LAYERS)
     assert output.num_before == (4, 1) and output.scores().shape == (2, 3, VOCAB)
-    whole = model.uncached(torch.tensor([[4, 5, 6, 7, 8, 1, 2]]))[0]
-    assert torch.allclose(output.scores()[0], whole[4:], atol=1e-4)
+    assert torch.allclose(output.scores()[0], model.uncached(text)[0][4:], atol=1e-4)
     with torch.no_grad():
-        states = (
-            CausalModel(make("llama"))
-            .release()(torch.tensor([[4, 5, 6, 7, 8, 1, 2]]), output_hidden_states=True)
-            .hidden_states
-        )
+        states = make("llama")(text, output_hidden_states=True).hidden_states
     assert torch.allclose(output.hidden[2][0], states[2][0], atol=1e-4)
 
 
@@ -141,14 +122,8 @@ def test_a_policy_sees_the_state_that_each_token_was_drawn_from() -> None:
 
 
 def test_a_model_without_hidden_states_is_named() -> None:
-    table = TableModel.random(6, seed=1)
-    _, _, engine = run(
-        table,
-        [[1]],
-        SamplingParams(max_new_tokens=4),
-        drafter=ModelDrafter(TableModel.random(6, seed=2), 6),
-        policy=Norms(),
-    )
+    table, drafter = TableModel.random(6, seed=1), ModelDrafter(TableModel.random(6, seed=2), 6)
+    _, _, engine = run(table, [[1]], SamplingParams(max_new_tokens=4), drafter=drafter, policy=Norms())
     assert "length policy reads the draft model's hidden states, which TableModel does not output" in str(
         engine.drafter and engine.drafter.last_error
     )

@@ -1,13 +1,7 @@
-"""Fused models with recurrent layers: transformers' greedy output and scores in float32, and a token's bits in any pass.
-
-Ragged rows join while others decode; drafts are rejected at each position, fully accepted, absent, and longer than what a row
-keeps; prefixes are shared. A state restored one token off fails.
-"""
+"""Fused models with recurrent layers: shapes that no family of test_guarantees.py has, hidden states, memory, and controls."""
 
 from __future__ import annotations
 
-import copy
-import functools
 from typing import Any
 
 import pytest
@@ -18,60 +12,54 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import UnsupportedModelError
 from foresay.models.cache.recurrent_cache import RecurrentCache
 from foresay.models.cache.state_cache import RowStates, StateCache
-from foresay.models.huggingface.linears import freeze_linears, quantizer
 from foresay.models.huggingface.recurrent import RecurrentModel
-from foresay.models.huggingface.self_check import fused_difference, probe, use_fused_layers
+from foresay.models.huggingface.self_check import fused_difference, use_fused_layers
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.wrapping import wrap
+from helpers import guarantees
 from helpers.broken_kernels import Broken
-from helpers.comparing import NEW, prompts, reference_of
+from helpers.comparing import NEW, prompts
 from helpers.families import VOCAB, make
 from helpers.guarantees import HYBRIDS as FAMILIES
-from helpers.guarantees import without_kernels
+from helpers.guarantees import on, outputs_of, without_kernels
 from helpers.support import Sometimes, run
 
-DENSE = FAMILIES[:2]
+_GROUPS = {"hidden_size": 48, "mamba_expand": 1, "mamba_n_heads": 6, "mamba_n_groups": 3, "mamba_d_state": 5}
+_WIDE = {"hidden_size": 280, "mamba_expand": 1, "mamba_n_heads": 4, "mamba_d_head": 70, "mamba_d_state": 65}
+_SCALES = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.8, "attention_multiplier": 0.3}
+_ODD = {"linear_num_key_heads": 4, "linear_key_head_dim": 5, "linear_value_head_dim": 40, "linear_conv_kernel_dim": 2}
+_FEW = {"linear_num_key_heads": 1, "linear_num_value_heads": 3}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "one key head": ("qwen3_5", {"linear_num_key_heads": 1, "linear_num_value_heads": 3}),
-    "equal heads of odd sizes": (
-        "qwen3_5",
-        {"linear_num_key_heads": 4, "linear_key_head_dim": 5, "linear_value_head_dim": 40, "linear_conv_kernel_dim": 2},
-    ),
+    "one key head": ("qwen3_5", _FEW),
+    "equal heads of odd sizes": ("qwen3_5", _ODD),
+    "wide values": ("qwen3_5", {**_FEW, "linear_key_head_dim": 19, "linear_value_head_dim": 70}),
+    "values by key head": ("qwen3_next", {"linear_num_value_heads": 6, "linear_value_head_dim": 33}),
     "partial rotary positions": ("qwen3_5", {"head_dim": 32}),
     "attention first": ("qwen3_5", {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2}),
     "a bias and five taps": ("lfm2", {"conv_bias": True, "conv_L_cache": 5}),
+    "a wide convolution": ("lfm2", {"hidden_size": 544, "conv_L_cache": 2}),
     "untied": ("lfm2", {"tie_word_embeddings": False}),
     "Granite without experts": ("granitemoehybrid", {"num_local_experts": 0}),
-    "Granite with scales, groups, a bias of its products and positions": (
+    "Granite with groups and odd sizes": ("granitemoehybrid", {**_GROUPS, "mamba_d_conv": 2, "mamba_conv_bias": False}),
+    "Granite with wide heads": ("granitemoehybrid", {**_WIDE, "mamba_n_groups": 2}),
+    "Granite with scales, a bias of its products and positions": (
         "granitemoehybrid",
-        {
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 2.0,
-            "residual_multiplier": 0.8,
-            "attention_multiplier": 0.3,
-            "mamba_n_groups": 2,
-            "mamba_d_conv": 3,
-            "mamba_proj_bias": True,
-            "position_embedding_type": "rope",
-        },
+        {**_SCALES, "mamba_n_groups": 2, "mamba_d_conv": 3, "mamba_proj_bias": True, "position_embedding_type": "rope"},
     ),
 }
 
 
-def fused(weights: Any, format: str = "") -> RecurrentModel:
-    """A model on the kernels, with its weights in the model's memory, packed, or rounded."""
-    if format:
-        made = quantizer(int(format[3:])) if format.startswith("int") else None
-        freeze_linears(weights, *([made] if made else []), all_dtypes=True)
+def fused(weights: Any) -> RecurrentModel:
     model = RecurrentModel(weights)
     assert use_fused_layers(model) is None
     assert model.fused is not None and model.batch_invariant
     return model
 
 
-@functools.cache
 def target_of(family: str) -> RecurrentModel:
-    return fused(copy.deepcopy(reference_of(family)[0]))
+    [cell] = on("kernels", family)
+    found: RecurrentModel = guarantees.target_of(cell)
+    return found
 
 
 def started(model: RecurrentModel, rows: int = 1) -> StateCache:
@@ -86,28 +74,10 @@ def scores(model: RecurrentModel, cache: StateCache, tokens: torch.Tensor) -> to
     return model.forward(ModelInput(tokens[None], (len(tokens),)), cache).scores()[0]
 
 
-# -- transformers' output ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_scores_equal_transformers(family: str) -> None:
-    model = target_of(family)
-    tokens = torch.randint(2, VOCAB, (150,), generator=torch.Generator().manual_seed(3))
-    cache = started(model)
-    ours = torch.cat([scores(model, cache, part) for part in tokens.split([100, 1, 49])])
-    with torch.inference_mode():
-        theirs = model.uncached(tokens[None])[0]
-    assert float((ours - theirs).abs().max()) < 2e-5 * float(theirs.max() - theirs.min())
-    assert probe(model) < 1e-5
-
-
 @pytest.mark.parametrize("name", SHAPES)
 def test_other_shapes(name: str) -> None:
     family, changes = SHAPES[name]
     assert fused_difference(fused(make(family, **changes))) < 2e-5
-
-
-# -- a token's bits ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -116,7 +86,7 @@ def test_hidden_states_are_the_familys(family: str) -> None:
     model, tokens = target_of(family), torch.randint(2, VOCAB, (2, 9), generator=torch.Generator().manual_seed(4))
     layers = tuple(range(model.num_layers + 1))
     found = model.forward(ModelInput(tokens, (9, 4), hidden_layers=layers), started(model, 2)).hidden
-    reference = copy.deepcopy(reference_of(family)[0])  # which gets hooks
+    reference = make(family)  # which gets hooks
     with torch.inference_mode():
         wanted = reference(tokens, output_hidden_states=True, use_cache=False).hidden_states
     for layer in layers:
@@ -132,16 +102,8 @@ def test_keys_and_values_in_8_bits() -> None:
     alone, _, _ = run(model, prompts(), params)
     assert run(model, prompts(), params, drafter=Sometimes(alone, VOCAB), gamma=5)[0] == alone
     tokens = torch.arange(2, 60)
-    difference = (
-        scores(model, started(model), tokens) - scores(target_of("qwen3_5"), started(target_of("qwen3_5")), tokens)
-    ).abs()
-    assert 0 < float(difference.max()) < 0.1
-
-
-# -- prefixes ----------------------------------------------------------------------------------------------------------
-
-
-# -- which passes are fused --------------------------------------------------------------------------------------------
+    ours, exact = (scores(one, started(one), tokens) for one in (model, target_of("qwen3_5")))
+    assert 0 < float((ours - exact).abs().max()) < 0.1
 
 
 def test_capabilities_and_memory() -> None:
@@ -203,35 +165,19 @@ def test_experts_with_a_correction(normalized: bool) -> None:
         assert float((found - model.uncached(tokens[None])[0]).abs().max()) > 0.1
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
-def test_the_gate_of_the_shared_expert_counts(family: str, broken_kernels: Broken) -> None:
-    """Control: a shared expert without its gate, or none, is found when the model is fused."""
-    for fault in ("", "no shared expert", "a shared expert without its gate"):
-        with broken_kernels(fault):
-            reason = use_fused_layers(RecurrentModel(make(family)))
-            assert (reason is None) == (fault == ""), fault
-
-
-# -- controls ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["not restored", "one token off"])
-def test_broken_rewinding_is_seen(how: str, monkeypatch: pytest.MonkeyPatch, broken_kernels: Broken) -> None:
-    reference, wanted = reference_of("qwen3_5")
+def test_broken_rewinding_is_seen(monkeypatch: pytest.MonkeyPatch, broken_kernels: Broken) -> None:
+    """Controls: a state restored one token off, or not at all."""
+    wanted = outputs_of(*on("kernels", "qwen3_5"))
     params, drafter = SamplingParams(max_new_tokens=NEW), Sometimes(wanted, VOCAB)
 
     def wrong() -> int:
-        target = fused(copy.deepcopy(reference))
-        ours, _, _ = run(target, prompts(), params, drafter=drafter, gamma=5)
+        ours, _, _ = run(fused(make("qwen3_5")), prompts(), params, drafter=drafter, gamma=5)
         return sum(one != theirs for one, theirs in zip(ours, wanted, strict=True))
-
-    if how == "one token off":
-        with broken_kernels("a state restored one token off"):
-            assert wrong() >= 4
-        return
 
     def kept(self: RowStates, length: int) -> None:
         self.base = self.first = self.end = length
 
+    with broken_kernels("a state restored one token off"):
+        assert wrong() >= 4
     monkeypatch.setattr(RowStates, "go_to", kept)
     assert wrong() >= 4

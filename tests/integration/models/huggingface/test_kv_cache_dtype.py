@@ -12,13 +12,14 @@ import foresay
 from foresay.decoding.protocols import ModelInput
 from foresay.errors import UnknownNameError
 from foresay.models.cpu.build import library
-from foresay.models.families import table
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import freeze_linears
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model
 from helpers import tiny
-from helpers.families import FAMILIES, make
+from helpers.families import make
+from helpers.guarantees import READ
+from helpers.passes import in_pieces, scores, started
 from helpers.refusals import refused
 
 INT8: dict[str, Any] = {"kv_cache_dtype": "int8"}
@@ -33,19 +34,10 @@ def compiled(family: str, dtype: torch.dtype, cache_dtype: torch.dtype | None = 
     return model
 
 
-def passes(model: CausalModel, ids: torch.Tensor, pieces: tuple[int, ...] = ()) -> torch.Tensor:
-    cache, out, start = model.new_cache(), [], 0
-    cache.add_rows(1)
-    for size in pieces or (ids.shape[1],):
-        out.append(model.forward(ModelInput(ids[:, start : start + size], [size]), cache).scores()[0])
-        start += size
-    return torch.cat(out)
-
-
-@pytest.mark.parametrize("family", sorted(name for name, (kind, _) in FAMILIES.items() if kind in table.FAMILIES))
+@pytest.mark.parametrize("family", READ)
 def test_scores_are_close_to_those_of_exact_keys_and_values(family: str) -> None:
-    ids = torch.randint(2, 90, (1, 60), generator=torch.Generator().manual_seed(0))
-    exact, rounded = (passes(compiled(family, torch.float32, dtype), ids) for dtype in (None, torch.int8))
+    ids = torch.randint(2, 90, (1, 200), generator=torch.Generator().manual_seed(0))
+    exact, rounded = (scores(compiled(family, torch.float32, dtype), ids)[0] for dtype in (None, torch.int8))
     error = float((rounded - exact).square().mean().sqrt() / exact.std())
     assert 0 < error < 0.05
 
@@ -56,10 +48,9 @@ def test_a_token_has_its_bits_in_any_pass(family: str, dtype: torch.dtype) -> No
     """Alone, in blocks, in a ragged batch, in a tree, and in a row that was truncated, saved and loaded again."""
     model = compiled(family, dtype)
     ids = torch.randint(2, 90, (2, 200), generator=torch.Generator().manual_seed(1))
-    wanted = [passes(model, ids[i : i + 1]) for i in range(2)]
-    assert torch.equal(passes(model, ids[:1], (1, 3, 16, 17, 100, 63)), wanted[0])
-    cache = model.new_cache()
-    cache.add_rows(2)
+    wanted = [scores(model, ids[i : i + 1])[0] for i in range(2)]
+    assert torch.equal(in_pieces(model, ids[0], (1, 3, 16, 17, 100, 63)), wanted[0])
+    cache = started(model, 2)
     model.forward(ModelInput(ids[:, :150], (150, 90)), cache)
     model.forward(ModelInput(ids[:, :5].flip(1), (5, 5)), cache)
     cache.truncate([150, 90])
@@ -67,7 +58,7 @@ def test_a_token_has_its_bits_in_any_pass(family: str, dtype: torch.dtype) -> No
     cache.truncate([150, 0])
     cache.load_prefix(1, saved, 90)
     fed = torch.stack([ids[0, 150:170], ids[1, 90:110]])
-    together = model.forward(ModelInput(fed, (20, 20)), cache).scores()
+    together = scores(model, fed, cache=cache)
     assert torch.equal(together[0], wanted[0][150:170]) and torch.equal(together[1], wanted[1][90:110])
     if not model.capabilities.trees:
         return
@@ -85,8 +76,7 @@ def test_it_is_an_option_of_loading(tmp_path: Path) -> None:
     loaded, plain = (load_model(folder, LoadOptions(dtype="bf16", **more)).model for more in (INT8, {}))
     assert loaded.cache_bytes([100]) == plain.cache_bytes([100]) * (32 + 4) // 64
     for model, elements in ((loaded, 36), (plain, 64)):
-        cache: Any = model.new_cache()
-        cache.add_rows(1)
+        cache = started(model)
         model.forward(ModelInput(torch.tensor([[5, 6, 7]]), [3]), cache)
         assert cache.tensors.nbytes == elements * 3 * 2 * 3 * 2
     prompts = ["hello world", "you and I", "hello hello hello"]
@@ -119,14 +109,8 @@ def test_what_the_kernels_do_not_run_is_refused(tmp_path: Path, monkeypatch: pyt
 
 def test_numbers_that_are_not_finite_stay_in_their_row() -> None:
     model = compiled("llama", torch.float32)
-    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]])
-
-    def both() -> torch.Tensor:
-        cache = model.new_cache()
-        cache.add_rows(2)
-        return model.forward(ModelInput(ids, [4, 4]), cache).scores()
-
-    wanted = both()
-    model.model.model.embed_tokens.weight.data[9] = torch.inf
-    found = both()
-    assert found[1, 3].isnan().all() and torch.equal(found[0], wanted[0])
+    ids, found = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]]), []
+    for _ in range(2):
+        found.append(scores(model, ids))
+        model.model.model.embed_tokens.weight.data[9] = torch.inf
+    assert found[1][1, 3].isnan().all() and torch.equal(found[1][0], found[0][0])

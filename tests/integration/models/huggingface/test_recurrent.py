@@ -15,7 +15,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.drafters import PromptLookup
 from foresay.errors import UnsupportedModelError
 from foresay.models.cache.recurrent_cache import RecurrentCache
 from foresay.models.cache.snapshots import MAX_BACKLOG, Snapshot, Snapshots
@@ -24,8 +23,10 @@ from foresay.models.huggingface.early_exit import first_layers
 from foresay.models.huggingface.recurrent import RecurrentModel
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.wrapping import wrap
-from helpers.comparing import NEW, assert_same, plain, prompts, reference_of
+from helpers.comparing import NEW, prompts
 from helpers.families import RECURRENT, VOCAB, make
+from helpers.guarantees import assert_greedy, made, on, outputs_of, reference_of, target_of
+from helpers.passes import in_pieces, scores, started
 from helpers.support import Never, Sometimes, run
 
 SOME = ("mamba", "qwen3_5", "jamba", "zamba2")
@@ -34,35 +35,27 @@ SOME = ("mamba", "qwen3_5", "jamba", "zamba2")
 
 @pytest.mark.parametrize("family", SOME)
 def test_constant_rejection_ends_in_passes_without_a_draft(family: str) -> None:
-    reference, wanted = reference_of(family)
-    target, params = RecurrentModel(copy.deepcopy(reference)), SamplingParams(max_new_tokens=NEW)
-    ours, steps, _ = run(target, prompts(), params, drafter=Never(wanted, VOCAB), gamma=3)
+    [cell] = on("own code", family)
+    wanted, params = outputs_of(cell), SamplingParams(max_new_tokens=NEW)
+    ours, steps, _ = run(target_of(cell), prompts(), params, drafter=Never(wanted, VOCAB), gamma=3)
     for prompt, one, theirs in zip(prompts(), ours, wanted, strict=True):
-        assert_same(reference, prompt, one, theirs)
+        if one != theirs:
+            assert_greedy(reference_of(family), prompt, one)
     own = [step.num_drafted for step in steps if step.request_id == 0]
     assert own.count(0) >= 2, "a backlog must end"
     assert all(any(own[i : i + MAX_BACKLOG + 2]) for i in range(NEW - MAX_BACKLOG - 2)), "drafts must go on"
 
 
-PIECES = [(1, 40), (7, 105), (70, 210)]
-
-
-@pytest.mark.parametrize(
-    ("family", "piece", "length"),
-    [(one, *piece) for i, one in enumerate(RECURRENT) for j, piece in enumerate(PIECES) if one in SOME or (i + j) % 3],
-)
-def test_pieces_of_any_size_score_what_the_whole_text_scores(family: str, piece: int, length: int) -> None:
+@pytest.mark.parametrize("family", RECURRENT)
+def test_pieces_of_any_size_score_what_the_whole_text_scores(family: str) -> None:
     """A pass continues from the state of the one before, whatever their sizes: the family's own code often does not."""
     target = RecurrentModel(make(family))
-    ids = torch.randint(2, VOCAB, (1, length), generator=torch.Generator().manual_seed(1))
-    cache = target.new_cache()
-    cache.add_rows(1)
-    pieces = [ids[:, start : start + piece] for start in range(0, ids.shape[1], piece)]
-    scores = [target.forward(ModelInput(one, [one.shape[1]]), cache).scores() for one in pieces]
+    ids = torch.randint(2, VOCAB, (1, 210), generator=torch.Generator().manual_seed(1))
+    found = in_pieces(target, ids[0], [70, 1, 7, 7, 70, 1, 54])
     with torch.inference_mode():
         expected = target.uncached(ids)
     spread = float(expected.max() - expected.min())
-    assert float((torch.cat(scores, 1) - expected).abs().max()) < 1e-3 * spread
+    assert float((found - expected[0]).abs().max()) < 1e-3 * spread
 
 
 @pytest.mark.parametrize(("family", "weights"), [(one, ("auto", "int8")[i % 2]) for i, one in enumerate(RECURRENT)])
@@ -71,19 +64,14 @@ def test_a_family_over_weights_arranged_for_the_processor(family: str, weights: 
     wrapped = wrap(family, copy.deepcopy(plain_model), None, optimise=True, options=options)
     assert isinstance(wrapped.model, RecurrentModel)
     ids = torch.randint(2, VOCAB, (1, 12), generator=torch.Generator().manual_seed(1))
-    scores = []
-    for model in (RecurrentModel(plain_model), wrapped.model):
-        cache = model.new_cache()
-        cache.add_rows(1)
-        scores.append(model.forward(ModelInput(ids, [12]), cache).scores())
-    spread = float(scores[0].max() - scores[0].min())
-    assert float((scores[0] - scores[1]).abs().median()) < (1e-4 if weights == "auto" else 5e-2) * spread
+    own, arranged = (scores(model, ids) for model in (RecurrentModel(plain_model), wrapped.model))
+    spread = float(own.max() - own.min())
+    assert float((own - arranged).abs().median()) < (1e-4 if weights == "auto" else 5e-2) * spread
 
 
 def test_states_at_the_ends_of_prefill_passes_are_kept() -> None:
     target = RecurrentModel(make("mamba2"))
-    cache = target.new_cache()
-    cache.add_rows(1)
+    cache = started(target)
     ids = torch.randint(2, VOCAB, (1, 60), generator=torch.Generator().manual_seed(1))
     for start in range(0, 60, 10):
         target.forward(ModelInput(ids[:, start : start + 10], [10], logits=Logits.NONE), cache)
@@ -91,58 +79,48 @@ def test_states_at_the_ends_of_prefill_passes_are_kept() -> None:
     assert [cache.prefix_length(0, length) for length in (19, 20, 49, 60)] == [0, 20, 40, 60]
 
 
-def _broken(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    if how == "not restored":  # the length is set back, the state is not
+def test_broken_rewinding_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The length is set back, the state is not; one token off; and accepted tokens that are not fed again."""
+    [cell] = on("own code", "mamba2")
+    wanted = outputs_of(cell)
+    rewind, truncate = Snapshots.rewind, RecurrentCache.truncate
 
-        def rewind(self: Snapshots[Any], row: int, length: int) -> int:
-            history = self._rows[row]
-            found, last = history.longest(length), history.undo[-1]
-            history.undo = [Snapshot(found.length, last.state)]
-            return found.length
+    def not_restored(self: Snapshots[Any], row: int, length: int) -> int:
+        history = self._rows[row]
+        found, last = history.longest(length), history.undo[-1]
+        history.undo = [Snapshot(found.length, last.state)]
+        return found.length
 
-        monkeypatch.setattr(Snapshots, "rewind", rewind)
-    elif how == "one token off":
-        intact = Snapshots.rewind
-        monkeypatch.setattr(Snapshots, "rewind", lambda self, row, length: min(intact(self, row, length) + 1, length))
-    else:  # the backlog is dropped: the cache pretends to have the accepted tokens
-        truncate = RecurrentCache.truncate
+    def one_off(self: Snapshots[Any], row: int, length: int) -> int:
+        return min(rewind(self, row, length) + 1, length)
 
-        def dropped(self: RecurrentCache, lengths: Sequence[int]) -> None:
-            before = list(self.lengths)
-            truncate(self, lengths)
-            for i, length in enumerate(lengths):
-                self.lengths[i] = min(before[i], length)
+    def dropped(self: RecurrentCache, lengths: Sequence[int]) -> None:
+        before = list(self.lengths)
+        truncate(self, lengths)
+        self.lengths[: len(lengths)] = map(min, before, lengths)
 
-        monkeypatch.setattr(RecurrentCache, "truncate", dropped)
-
-
-@pytest.mark.parametrize("how", ["not restored", "one token off", "the backlog dropped"])
-def test_broken_rewinding_is_seen(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    reference, wanted = reference_of("mamba2")
-    target = RecurrentModel(copy.deepcopy(reference))
-    _broken(monkeypatch, how)
-    drafter, params = Sometimes(wanted, VOCAB), SamplingParams(max_new_tokens=NEW)
-    ours, _, _ = run(target, prompts(), params, drafter=drafter, gamma=5)
-    assert sum(one != theirs for one, theirs in zip(ours, wanted, strict=True)) >= 4
+    faults: list[tuple[Any, str, Any]] = [(Snapshots, "rewind", not_restored), (Snapshots, "rewind", one_off)]
+    for owner, name, wrong in (*faults, (RecurrentCache, "truncate", dropped)):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, wrong)
+            target, drafter = made(cell), Sometimes(wanted, VOCAB)
+            ours, _, _ = run(target, prompts(), SamplingParams(max_new_tokens=NEW), drafter=drafter, gamma=5)
+        assert sum(one != theirs for one, theirs in zip(ours, wanted, strict=True)) >= 4
 
 
 def test_what_is_refused() -> None:
+    """Families whose states are in no common cache, by name."""
     model = RecurrentModel(make("mamba2"))
     with pytest.raises(UnsupportedModelError, match="recurrent"):
         first_layers(model, 1)
     assert not model.capabilities.trees
     with pytest.raises(UnsupportedModelError, match="recurrent layers"):
         CausalModel(make("mamba2"))
-
-
-def test_prompt_lookup_over_a_hybrid_in_a_batch() -> None:
-    reference, _ = reference_of("falcon_h1")
-    repeated = [(prompt * 12)[:24] for prompt in prompts()]
-    target, params = RecurrentModel(copy.deepcopy(reference)), SamplingParams(max_new_tokens=NEW)
-    ours, steps, _ = run(target, repeated, params, drafter=PromptLookup(), gamma=4)
-    for prompt, one in zip(repeated, ours, strict=True):
-        assert_same(reference, prompt, one, plain(reference, prompt, NEW))
-    assert any(step.num_accepted for step in steps)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 4, "num_attention_heads": 4}
+    for kind in ("minimax", "recurrent_gemma", "rwkv", "xlstm"):
+        other = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes))
+        with pytest.raises(UnsupportedModelError, match=f"(?i){kind.replace('_', '')}.*no common cache"):
+            RecurrentModel(other)
 
 
 def _held(cache: RecurrentCache) -> int:
@@ -156,8 +134,7 @@ def _held(cache: RecurrentCache) -> int:
 def test_states_keep_no_more_memory_than_is_counted(family: str) -> None:
     """Neither the inputs of a long pass nor the other rows of a ragged one."""
     model = RecurrentModel(make(family))
-    cache = model.new_cache()
-    cache.add_rows(3)
+    cache = started(model, 3)
     ids = torch.randint(2, VOCAB, (3, 4), generator=torch.Generator().manual_seed(1))
     chunk = model.capabilities.prefill_chunk
     for row in range(3):
@@ -174,8 +151,8 @@ def test_states_keep_no_more_memory_than_is_counted(family: str) -> None:
 
 def test_rows_of_a_batch_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that feeds tokens again drafts fewer, so that passes are of one length. Control: with full drafts they are not."""
-    reference, wanted = reference_of("mamba2")
-    target, params = RecurrentModel(copy.deepcopy(reference)), SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+    [cell] = on("own code", "mamba2")
+    wanted, target, params = outputs_of(cell), made(cell), SamplingParams(max_new_tokens=NEW, ignore_eos=True)
     original, passes = RecurrentModel._run, [0]
 
     def counted(self: Any, model_input: ModelInput, *given: Any, **more: Any) -> Any:
@@ -193,11 +170,3 @@ def test_rows_of_a_batch_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert passes_of_a_step() < 1.7
     monkeypatch.setattr(RecurrentCache, "shortened", lambda self, budget, sizes, free: list(budget))
     assert passes_of_a_step() > 2
-
-
-@pytest.mark.parametrize("kind", ["minimax", "recurrent_gemma", "rwkv", "xlstm"])
-def test_families_whose_states_are_in_no_common_cache_are_refused_by_name(kind: str) -> None:
-    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 4, "num_attention_heads": 4}
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes))
-    with pytest.raises(UnsupportedModelError, match=f"(?i){kind.replace('_', '')}.*no common cache"):
-        RecurrentModel(model)

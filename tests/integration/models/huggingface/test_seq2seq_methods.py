@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -20,18 +21,16 @@ from foresay.drafters import (
     SuffixDrafter,
 )
 from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
-from foresay.errors import ConfigError
 from foresay.lengths import ConfidenceLength, ConstantLength
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_decoder_layers
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
-from helpers.families import VOCAB, make, make_seq2seq
+from helpers.families import SEQ2SEQ, VOCAB, make, make_seq2seq
 from helpers.refusals import refused
 from helpers.seq2seq import greedy, reference_of, some_sources, starts_of, target_of
 from helpers.support import PromptLookup, Renumbered, run
 
 NEW = 20
-T5_LIKE, BART_LIKE = ["t5", "t5_gated"], ["bart", "marian", "mbart", "m2m_100"]
 
 
 def small(family: str) -> ModelDrafter:
@@ -75,71 +74,49 @@ DRAFTERS: dict[str, Callable[[str], Drafter]] = {
 }
 
 
-PAIRS = [(drafter, T5_LIKE[i % 2]) for i, drafter in enumerate(DRAFTERS)]
-PAIRS += [(drafter, BART_LIKE[i % 4]) for i, drafter in enumerate(DRAFTERS)]
-"""Each drafter with a family of relative and one of absolute positions, and each family with several drafters."""
+PAIRS = [(drafter, [*SEQ2SEQ][i % 6]) for i, drafter in enumerate(DRAFTERS)]
+PAIRS += [("smaller", "mbart"), ("cascade of two", "t5")]
+"""Each drafter with a family, and those with caches with one of relative and one of absolute positions."""
 
 
 @pytest.mark.parametrize(("drafter", "family"), PAIRS)
 def test_greedy_output_does_not_depend_on_the_drafter(drafter: str, family: str) -> None:
     wanted = [output[:NEW] for output in reference_of(family)[1]]
     target = target_of(family)
-    ours, steps, engine = run(
-        target,
-        starts_of(target, 6),
-        SamplingParams(max_new_tokens=NEW),
-        drafter=DRAFTERS[drafter](family),
-        gamma=6,
-        sources=some_sources(),
-        join_later=3,
-    )
+    options: dict[str, Any] = {"drafter": DRAFTERS[drafter](family), "sources": some_sources(), "join_later": 3}
+    ours, steps, engine = run(target, starts_of(target, 6), SamplingParams(max_new_tokens=NEW), gamma=6, **options)
     assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
     assert ours == wanted
     assert drafter in ("itself", "cascade of two") or any(step.num_accepted < step.num_drafted for step in steps)
     if "cascade" in drafter or drafter == "itself":  # in cascades, the target's own weights review last
-        assert sum(s.num_accepted for s in steps) > (0.95 if drafter == "itself" else 0.5) * sum(
-            s.num_tested for s in steps
-        )
+        least = 0.95 if drafter == "itself" else 0.5
+        assert sum(s.num_accepted for s in steps) > least * sum(s.num_tested for s in steps)
 
 
-@pytest.mark.parametrize(("family", "temperature"), [("t5_gated", 0.8), ("bart", 0.0)])
-def test_the_first_layers_of_the_decoder_draft_in_the_targets_cache(family: str, temperature: float) -> None:
-    """Proposals in the target's slots, with its encoded sources, are those in a cache of their own."""
+@pytest.mark.parametrize(
+    ("family", "temperature", "cascaded"),
+    [("t5_gated", 0.8, False), ("bart", 0.0, False), ("t5", 0.0, True), ("mbart", 0.0, True)],
+)
+def test_the_first_layers_of_the_decoder_draft_in_the_targets_cache(
+    family: str, temperature: float, cascaded: bool
+) -> None:
+    """Alone and as reviewers; proposals in the target's slots, with its encoded sources, are those in a cache of their own."""
     target = target_of(family)
-    short = first_decoder_layers(target, 2)
+    short, found = first_decoder_layers(target, 2), []
     params = [SamplingParams(max_new_tokens=NEW, temperature=temperature, seed=seed) for seed in range(6)]
-
-    def decoded(drafter: Drafter) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
-        target_starts, sources = starts_of(target, 6), some_sources()
+    options: dict[str, Any] = {"sources": some_sources(), "join_later": 3, "max_batch_size": 4}
+    for kind in (SelfDrafter, ModelDrafter):
+        drafter: Any = kind(short, VOCAB)
+        if cascaded:
+            drafter = Cascade([drafter, PromptLookup(min_ngram=1)], [[4, 2], [0, 3]])
         out, steps, engine = run(
-            target, target_starts, params, drafter=drafter, gamma=4, sources=sources, join_later=3, max_batch_size=4
+            target, starts_of(target, 6), params, drafter=drafter, gamma=4 + 2 * cascaded, **options
         )
         assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
-        return out, [(step.request_id, step.num_drafted, step.num_accepted) for step in steps]
-
-    ours, work = decoded(SelfDrafter(short, VOCAB))
-    theirs, other_work = decoded(ModelDrafter(short, VOCAB))
-    assert ours == theirs and work == other_work
-    if not temperature:
-        assert ours == [output[:NEW] for output in reference_of(family)[1]]
-    accepted, drafted = sum(a for _, _, a in work), sum(d for _, d, _ in work)
-    assert 0 < accepted < drafted
-
-
-@pytest.mark.parametrize("family", ["t5", "mbart"])
-def test_first_layers_that_review_inside_a_cascade(family: str) -> None:
-    target = target_of(family)
-    short = first_decoder_layers(target, 2)
-    found = []
-    for kind in (SelfDrafter, ModelDrafter):
-        cascade = Cascade([kind(short, VOCAB), PromptLookup(min_ngram=1)], [[4, 2], [0, 3]])
-        params, starts = SamplingParams(max_new_tokens=NEW), starts_of(target, 6)
-        out, steps, engine = run(
-            target, starts, params, drafter=cascade, gamma=6, sources=some_sources(), join_later=3, max_batch_size=4
-        )
-        assert engine.draft_failures == 0 and out == [output[:NEW] for output in reference_of(family)[1]]
-        found.append([(step.request_id, step.num_drafted, step.num_accepted) for step in steps])
-    assert found[0] == found[1] and 0 < sum(a for _, _, a in found[0]) < sum(d for _, d, _ in found[0])
+        assert temperature or out == [output[:NEW] for output in reference_of(family)[1]]
+        found.append((out, [(step.request_id, step.num_drafted, step.num_accepted) for step in steps]))
+    assert found[0] == found[1]
+    assert 0 < sum(a for _, _, a in found[0][1]) < sum(d for _, d, _ in found[0][1])
 
 
 def test_the_first_layers_leave_a_released_model_as_it_was() -> None:
@@ -153,23 +130,18 @@ def test_the_first_layers_leave_a_released_model_as_it_was() -> None:
 
 
 def test_how_many_first_layers() -> None:
-    target = target_of("bart")
-    assert first_decoder_layers(target, 2).capabilities.num_layers == 2 and target.capabilities.num_layers == 3
-    for count in (0, 3, True):
-        with pytest.raises(
-            ConfigError, match=rf"layers={count!r} must be an integer in \[1, 2\]: the target has 3 layers"
-        ):
-            first_decoder_layers(target, count)
-
-
-@pytest.mark.parametrize(("family", "name"), [("t5", "num_decoder_layers"), ("bart", "decoder_layers")])
-def test_a_decoder_with_fewer_layers_than_its_encoder(family: str, name: str) -> None:
-    target = Seq2SeqModel(make_seq2seq(family, **{name: 2}))
-    assert target.capabilities.num_layers == 2
-    short = first_decoder_layers(target, 1)
-    assert short.capabilities.num_layers == 1
-    with pytest.raises(ConfigError, match=r"layers=2 must be an integer in \[1, 1\]: the target has 2 layers"):
-        first_decoder_layers(target, 2)
+    """Also of a decoder with fewer layers than its encoder."""
+    for family, changes, total in (
+        ("bart", {}, 3),
+        ("bart", {"decoder_layers": 2}, 2),
+        ("t5", {"num_decoder_layers": 2}, 2),
+    ):
+        target = Seq2SeqModel(make_seq2seq(family, **changes))
+        assert target.capabilities.num_layers == total
+        assert first_decoder_layers(target, total - 1).capabilities.num_layers == total - 1
+        for count in (0, total, True):
+            with refused("layers", count):
+                first_decoder_layers(target, count)
 
 
 @pytest.mark.parametrize("drafter", ["cascade of three", "mixed cascade", "other tokens"])
@@ -178,15 +150,9 @@ def test_a_sampled_row_is_the_same_alone_and_in_a_batch(drafter: str) -> None:
     params = [SamplingParams(max_new_tokens=12, temperature=0.9, seed=seed) for seed in range(4)]
 
     def outputs(size: int) -> list[list[int]]:
-        out, _, engine = run(
-            target,
-            starts_of(target, 4),
-            params,
-            drafter=DRAFTERS[drafter]("t5"),
-            policy=ConfidenceLength(0.2, high=6),
-            sources=some_sources()[:4],
-            max_batch_size=size,
-        )
+        options: dict[str, Any] = {"policy": ConfidenceLength(0.2, high=6), "sources": some_sources()[:4]}
+        options |= {"drafter": DRAFTERS[drafter]("t5"), "max_batch_size": size}
+        out, _, engine = run(target, starts_of(target, 4), params, **options)
         assert engine.draft_failures == 0
         return out
 

@@ -71,14 +71,11 @@ def test_what_a_generation_config_asks_is_honoured(family: str, name: str) -> No
     assert sum(one.stats.num_accepted for one in ours) > 0 or "no_repeat_ngram_size" in settings
 
 
-def test_settings_that_are_not_honoured_are_refused() -> None:
+def test_what_is_refused() -> None:
     weights = make_seq2seq("bart")
     weights.generation_config.encoder_no_repeat_ngram_size = 3
     with refused("encoder_no_repeat_ngram_size", 3):
         foresay.load(weights).generate(some_sources()[0])
-
-
-def test_wrong_sources() -> None:
     generator = foresay.load(make_seq2seq("bart"), drafter="none")
     with pytest.raises(ContextLengthError, match="the source has 257 tokens; the encoder reads 256 at most"):
         generator.generate([5] * 257)
@@ -108,7 +105,7 @@ def test_a_draft_whose_encoder_reads_less_than_the_source() -> None:
     assert "needs a source" in str(engine.drafter.last_error)
 
 
-def test_a_folder_from_a_text_to_a_text(tmp_path: Path) -> None:
+def test_a_folder_from_a_text_to_a_text(tmp_path: Path, shell: tiny.Shell) -> None:
     names = tiny.tokenizer()
     weights = make_seq2seq("t5", vocab_size=len(names), eos_token_id=0)
     folder = tiny.save(tmp_path / "t5", weights)
@@ -123,14 +120,5 @@ def test_a_folder_from_a_text_to_a_text(tmp_path: Path) -> None:
     assert "".join(chunk.text for chunk in chunks) == out.text
     with pytest.raises(PromptError, match="no chat template"):
         generator.generate([{"role": "user", "content": "hello"}])
-
-
-def test_foresay_info_on_an_encoder_decoder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names = tiny.tokenizer()
-    folder = tiny.save(tmp_path / "t5", make_seq2seq("t5", vocab_size=len(names)))
-    code, out, err = tiny.Shell(monkeypatch, capsys)("info", str(folder), "--dtype", "fp32")
-    assert code == 0, err
-    assert "family: t5 (T5ForConditionalGeneration), tested" in out
-    assert "context: unlimited" in out
+    shown = shell.out("info", str(folder), "--dtype", "fp32")
+    assert "family: t5 (T5ForConditionalGeneration), tested" in shown and "context: unlimited" in shown

@@ -6,16 +6,17 @@ import asyncio
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import foresay
 from foresay.decoding.rows import Rows
-from foresay.decoding.stopping import DraftStep, Stopping
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.lengths import broadcast
 from foresay.lengths.broadcast import BroadcastLength
@@ -66,28 +67,26 @@ def test_two_processes_write_what_one_writes(models: tuple[Path, Path], tmp_path
 
 
 @pytest.mark.parametrize(
-    ("heads", "processes", "message"),
+    ("heads", "processes", "messages"),
     [
         (
             (9, 3),
             2,
-            "has 9 attention heads and 3 key-value heads, which 2 processes (WORLD_SIZE) cannot share out evenly",
+            ["has 9 attention heads and 3 key-value heads, which 2 processes (WORLD_SIZE)", "start 3 processes"],
         ),
-        ((9, 3), 2, "start 3 processes"),
-        ((8, 1), 2, "has 8 attention heads and 1 key-value heads, which 2 processes"),
-        ((8, 1), 2, "load it without tp_plan"),
-        ((12, 4), 3, "start 2 or 4 processes"),
+        ((8, 1), 2, ["has 8 attention heads and 1 key-value heads, which 2 processes", "load it without tp_plan"]),
+        ((12, 4), 3, ["start 2 or 4 processes"]),
     ],
 )
 def test_heads_that_do_not_divide_are_refused_at_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], processes: int, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], processes: int, messages: list[str]
 ) -> None:
     changes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "hidden_size": 8 * heads[0]}
     folder = tiny.save(tmp_path / "m", tiny.llama(0, head_dim=8, **changes))
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     with pytest.raises(UnsupportedModelError) as caught:
         foresay.load(folder, tp_plan="auto", drafter="suffix")
-    assert message in str(caught.value) and str(folder) in str(caught.value)
+    assert all(message in str(caught.value) for message in (*messages, str(folder)))
 
 
 @pytest.mark.long
@@ -96,80 +95,46 @@ def test_a_process_that_dies_ends_all(models: tuple[Path, Path], tmp_path: Path)
     assert done.returncode != 0 and "exitcode" in done.stderr.lower().replace(" ", "")
 
 
-class Others:
-    """Processes played by one: what the first sends is a script."""
+def play(monkeypatch: pytest.MonkeyPatch, sent: list[list[int]], *, first: bool) -> None:
+    """As the first process, which sends what another one receives then."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, first: bool, told: list[list[int]]) -> None:
-        self.heard: list[list[int]] = []
-        self._told = told
-        monkeypatch.setattr(broadcast.distributed, "is_first", lambda: first)
-        monkeypatch.setattr(broadcast.distributed, "broadcast_first", self.broadcast_first)
+    def broadcast_first(values: list[int]) -> list[int]:
+        if not first:
+            return sent.pop(0)
+        sent.append([int(one) for one in values])
+        return sent[-1]
 
-    def broadcast_first(self, values: list[int]) -> list[int]:
-        self.heard.append([int(one) for one in values])
-        return self._told.pop(0) if self._told else self.heard[-1]
+    monkeypatch.setattr(broadcast.distributed, "is_first", lambda: first)
+    monkeypatch.setattr(broadcast.distributed, "broadcast_first", broadcast_first)
 
 
-class Policy:
-    remembers = True
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-
-    def budget(self, rows: Rows) -> list[int]:
-        self.asked.append("budget")
-        return [4] * len(rows)
-
-    def stopping(self, rows: Rows) -> Stopping:
-        return By(self._keep, rows)
-
-    def _keep(self, step: DraftStep) -> torch.Tensor | None:
-        self.asked.append("stopping")
-        return torch.tensor([True, False])
-
-    def num_to_score(self, rows: Rows, counts: Any, matched: Any) -> Any:
-        return [one - 1 for one in counts]
-
-    def fallback_budget(self, rows: Rows, most: Any) -> Any:
-        return [0] * len(most)
-
-    def observe(self, rows: Rows, steps: Any) -> None:
-        self.asked.append("observe")
+def decisions(inner: Any, masks: list[Any], token_ids: tuple[int, ...] = (1, 2)) -> list[Any]:
+    """Decisions of the policy of a process, whose own one is given, and which wrote these tokens."""
+    rows, step = Rows([make_row(), make_row()]), SimpleNamespace(token_ids=torch.tensor([1, 2]))
+    inner.stopping = lambda rows: By(lambda _: masks.pop(0), rows)
+    policy: Any = BroadcastLength(inner)
+    kept = [policy.stopping(rows).keep(step) for _ in range(2)]
+    found = [policy.budget(rows), policy.num_to_score(rows, [3, 2], [0, 0]), policy.fallback_budget(rows, [3, 2])]
+    policy.observe(rows, [SimpleNamespace(request_id=0, token_ids=token_ids, finish_reason=None)])
+    return [*found, *(None if one is None else one.tolist() for one in kept)]
 
 
 def test_the_first_process_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = Rows([make_row(), make_row()])
-    step: Any = type("Step", (), {"token_ids": torch.tensor([1, 2])})()
-    others, inner = Others(monkeypatch, first=True, told=[]), Policy()
-    policy = BroadcastLength(inner)
-    assert policy.budget(rows) == [4, 4]
-    assert policy.stopping(rows).keep(step).tolist() == [True, False]  # type: ignore[union-attr]
-    assert policy.num_to_score(rows, [3, 2], [0, 0]) == [2, 1] and policy.fallback_budget(rows, [3, 2]) == [0, 0]
-    policy.observe(rows, [])
-    assert inner.asked == ["budget", "stopping", "observe"]
-    mark = others.heard[-1][0]
-
-    inner = Policy()
-    Others(monkeypatch, first=False, told=[[1, 2], [0, 0, 1], [9, 9], [7, 7], [1, 0, 0], [mark]])
-    policy = BroadcastLength(inner)
-    assert policy.budget(rows) == [1, 2]
-    assert policy.stopping(rows).keep(step).tolist() == [False, True]  # type: ignore[union-attr]
-    assert policy.num_to_score(rows, [3, 2], [0, 0]) == [9, 9] and policy.fallback_budget(rows, [3, 2]) == [7, 7]
-    assert policy.stopping(rows).keep(step) is None
-    policy.observe(rows, [])
-    assert inner.asked == [], "one without a call learns nothing, whose clock is another"
-
-
-def wrote(token_ids: tuple[int, ...]) -> Any:
-    return SimpleNamespace(request_id=0, token_ids=token_ids, finish_reason=None)
-
-
-def test_processes_that_wrote_different_tokens_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = Others(monkeypatch, first=True, told=[])
-    BroadcastLength(Policy()).observe(Rows([make_row()]), [wrote((1, 2))])  # type: ignore[arg-type]
-    Others(monkeypatch, first=False, told=[others.heard[0]])
-    with pytest.raises(RuntimeError, match="generated different tokens"):
-        BroadcastLength(Policy()).observe(Rows([make_row()]), [wrote((1, 3))])  # type: ignore[arg-type]
+    """The others call no policy, which learns by a clock; those that wrote other tokens are stopped."""
+    numbers = {
+        "budget.return_value": [4, 4],
+        "num_to_score.return_value": [2, 1],
+        "fallback_budget.return_value": [0, 0],
+    }
+    first, other, sent = Mock(**numbers), Mock(), list[list[int]]()
+    play(monkeypatch, sent, first=True)
+    wanted = decisions(first, [torch.tensor([True, False]), None])
+    assert wanted == [[4, 4], [2, 1], [0, 0], [True, False], None] and first.observe.called
+    for token_ids in ((1, 2), (1, 3)):
+        play(monkeypatch, list(sent), first=False)
+        with nullcontext() if token_ids == (1, 2) else pytest.raises(RuntimeError, match="generated different tokens"):
+            assert decisions(other, [], token_ids) == wanted
+    assert not other.method_calls
 
 
 def test_a_shared_session_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

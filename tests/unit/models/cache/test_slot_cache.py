@@ -73,90 +73,47 @@ def filled(*rows: Sequence[float], make: Callable[[], SlotCache] = rectangle) ->
     return cache
 
 
-@pytest.mark.parametrize(("value", "rounded"), [(0, 0), (1, 128), (127, 128), (128, 128), (129, 256)])
-def test_round_up(value: int, rounded: int) -> None:
-    assert round_up(value) == rounded
+def test_round_up() -> None:
+    assert [round_up(value) for value in (0, 1, 127, 128, 129)] == [0, 128, 128, 128, 256]
 
 
-def test_ragged_rows_are_written_at_their_own_places() -> None:
+def test_ragged_rows_are_written_at_their_own_slots() -> None:
+    """Slots in sight that were not written are zero; what a pass sees is the store itself, written once."""
     cache = filled([1, 2, 3], [4])
+    versions = writes(cache)
     seen = model_input(cache, [[5, 6], [7, 8]], [1, 2])
-    assert cache.lengths == [4, 3]
-    assert seen[0, :5].tolist() == [1, 2, 3, 5, 6]
-    assert seen[1, :3].tolist() == [4, 7, 8]
+    assert writes(cache) == [version + 1 for version in versions]
+    assert cache.lengths == [4, 3] and seen.shape == (2, WIDTH)
+    assert seen[0, :5].tolist() == [1, 2, 3, 5, 6] and not seen[0, 5:].any()
+    assert seen[1, :3].tolist() == [4, 7, 8] and not seen[1, 3:].any()
     assert (held(cache, 0), held(cache, 1)) == ([1, 2, 3, 5], [4, 7, 8])
-
-
-def test_unwritten_slots_in_sight_are_zero() -> None:
-    cache = filled([1])
-    seen = model_input(cache, [[2]], [1])
-    assert seen.shape == (1, WIDTH)
-    assert seen[0, 2:].tolist() == [0.0] * (WIDTH - 2)
+    at = cache.begin_pass(0, 2, 1, CPU)
+    keys, values = cache.write(0, states([[3], [4]]), states([[3], [4]]), at)
+    assert [keys.data_ptr(), values.data_ptr()] == pointers(cache)[:2]
 
 
 def test_rewinding_allocates_and_copies_nothing() -> None:
     cache = filled([1, 2, 3], [4])
     before, versions = pointers(cache), writes(cache)
     cache.truncate([1, 0])
-    assert pointers(cache) == before
-    assert writes(cache) == versions
+    assert pointers(cache) == before and writes(cache) == versions
     for _ in range(50):
         model_input(cache, [[5, 6, 7, 8], [5, 6, 7, 8]], [4, 4])
         cache.truncate([2, 1])
-    assert pointers(cache) == before
-    assert len(before) == 2 * LAYERS
-
-
-def test_a_pass_writes_each_layer_once() -> None:
-    cache = filled([1], [2])
-    versions = writes(cache)
-    model_input(cache, [[3], [4]], [1, 1])
-    assert writes(cache) == [version + 1 for version in versions]
-
-
-def test_what_a_pass_sees_is_the_store_itself() -> None:
-    cache = filled([1], [2])
-    at = cache.begin_pass(0, 2, 1, CPU)
-    keys, values = cache.write(0, states([[3], [4]]), states([[3], [4]]), at)
-    assert [keys.data_ptr(), values.data_ptr()] == pointers(cache)[:2]
-
-
-def test_growth_keeps_the_content() -> None:
-    cache = filled([1, 2, 3], [4])
-    before = pointers(cache)
-    many = [float(i) for i in range(10, 10 + 2 * WIDTH)]
-    model_input(cache, [many, many], [len(many), 5])
-    assert pointers(cache) != before
-    assert held(cache, 0) == [1, 2, 3, *many]
-    assert held(cache, 1) == [4, *many[:5]]
+    assert pointers(cache) == before and len(before) == 2 * LAYERS
 
 
 def test_growth_is_rare() -> None:
     cache = filled([0.0])
     seen = set()
     for i in range(40 * WIDTH):
+        assert cache.tensors.slots == WIDTH or cache.lengths[0] >= WIDTH
         at = cache.begin_pass(0, 1, 1, CPU)
         cache.write(0, states([[i]]), states([[i]]), at)
         cache.lengths[0] += 1
         seen.add(cache.tensors.slots)
     assert max(seen) < 1.5 * 40 * WIDTH + WIDTH
     assert len(seen) <= 10
-
-
-def test_rearranged_rows_bring_their_content() -> None:
-    cache = filled([1], [2, 3, 4], [5], [6, 7])
-    before = pointers(cache)
-    cache.rearrange([(3, 0), (2, 1)], 2)
-    assert cache.lengths == [2, 1]
-    assert (held(cache, 0), held(cache, 1)) == ([6, 7], [5])
-    assert pointers(cache) == before
-    model_input(cache, [[8], [9]], [1, 1])
-    assert (held(cache, 0), held(cache, 1)) == ([6, 7, 8], [5, 9])
-
-
-def test_nbytes_counts_keys_and_values_of_all_layers() -> None:
-    assert SlotCache().nbytes == 0
-    assert filled([1], [2]).nbytes == LAYERS * 2 * (2 * WIDTH * HEADS * DIM) * 4
 
 
 @pytest.mark.parametrize("make", [rectangle, by_rows])
@@ -221,16 +178,13 @@ def test_rows_that_were_never_fed_move_and_leave(make: Callable[[], SlotCache]) 
     assert cache.lengths == [0, 1] and held(cache, 1) == [3]
     model_input(cache, [[5], [6]], [1, 1])
     assert (held(cache, 0), held(cache, 1)) == ([5], [3, 6])
-
-
-def test_rows_that_were_never_fed_leave_an_empty_cache() -> None:
-    for cache in (rectangle(), by_rows()):
-        cache.add_rows(3)
-        cache.rearrange([(2, 0)], 2)
-        cache.rearrange([], 0)
-        cache.add_rows(1)
-        model_input(cache, [[5]], [1])
-        assert held(cache, 0) == [5]
+    cache = make()
+    cache.add_rows(3)
+    cache.rearrange([(2, 0)], 2)
+    cache.rearrange([], 0)
+    cache.add_rows(1)
+    model_input(cache, [[5]], [1])
+    assert held(cache, 0) == [5]
 
 
 # -- memory --------------------------------------------------------------------------------------------------------------
@@ -239,6 +193,7 @@ TOKEN = LAYERS * 2 * HEADS * DIM * 4
 
 
 def test_memory_follows_tokens() -> None:
+    assert SlotCache().nbytes == 0 and filled([1], [2]).nbytes == 2 * WIDTH * TOKEN
     cache = by_rows()
     cache.add_rows(25)
     model_input(cache, [[1.0] * 4500], [4500])
@@ -252,7 +207,8 @@ def test_memory_follows_tokens() -> None:
     assert flat.nbytes > 15 * cache.nbytes
 
 
-def test_a_row_that_ends_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_end_give_their_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freed memory is given back when the last row has left; a little is kept for the next rows."""
     trims: list[int] = []
     monkeypatch.setattr(stores_module, "trim", lambda: trims.append(1))
     monkeypatch.setattr(stores_module, "_SMALL", 1000 * TOKEN)
@@ -260,21 +216,16 @@ def test_a_row_that_ends_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) 
     cache.rearrange([(1, 0)], 1)
     assert cache.nbytes <= 2000 * TOKEN  # both were fed in one pass
     cache.rearrange([], 0)
-    assert cache.nbytes == 0 and trims == [1], "freed memory is given back when the last row has left"
+    assert cache.nbytes == 0 and trims == [1]
     cache.add_rows(1)
     model_input(cache, [[1.0]], [1])
     cache.rearrange([], 0)
-    assert trims == [1], "a little is kept for the next rows"
-
-
-def test_rows_that_others_replace_count_as_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    trims: list[int] = []
-    monkeypatch.setattr(stores_module, "trim", lambda: trims.append(1))
+    assert trims == [1]
     monkeypatch.setattr(stores_module, "_SMALL", 2400 * TOKEN)
     cache = filled(*[[1.0] * 100] * 25, make=by_rows)
-    for count in range(24, -1, -1):  # the first row ends, and the last one takes its position
+    for count in range(24, -1, -1):  # the first row ends, and the last one takes its position, which counts as freed
         cache.rearrange([(count, 0)] if count else [], count)
-    assert trims == [1]
+    assert trims == [1, 1]
 
 
 @torch.inference_mode()
@@ -289,16 +240,11 @@ def test_a_rectangle_shrinks_when_most_of_it_is_not_needed(monkeypatch: pytest.M
     assert (held(cache, 0), held(cache, 1)) == ([4, 5], [2, 3, 6])
 
 
-def test_moving_a_row_copies_nothing() -> None:
+def test_moving_and_growing_rows_of_their_own_leave_others_where_they_are() -> None:
     cache = filled([1, 2, 3], [4, 5], [6], make=by_rows)
-    places = pointers(cache)
+    first, second, third = pointers(cache)
     cache.rearrange([(2, 0)], 2)
-    assert pointers(cache) == [places[2], places[1]]
-
-
-def test_a_growing_row_keeps_its_tokens_and_leaves_others_where_they_are() -> None:
-    cache = filled([1, 2], [3, 4], make=by_rows)
-    other = pointers(cache)[1]
+    assert pointers(cache) == [third, second] != [first, second]
     for token in range(700):
         model_input(cache, [[float(token)]], [1])
-    assert held(cache, 0) == [1, 2, *map(float, range(700))] and pointers(cache)[1] == other
+    assert held(cache, 0) == [6, *map(float, range(700))] and pointers(cache)[1] == second

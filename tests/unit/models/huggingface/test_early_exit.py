@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from foresay.decoding.protocols import ModelInput
-from foresay.errors import ConfigError, UnsupportedModelError
+from foresay.errors import UnsupportedModelError
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers, trimmed_head
 from helpers.families import FAMILIES, VOCAB, make
+from helpers.passes import scores
 from helpers.refusals import refused
 
 IDS = [5, 96, 17, 5, 40]
@@ -26,9 +26,7 @@ NORMS = {
 
 
 def logits(model: CausalModel) -> torch.Tensor:
-    cache = model.new_cache()
-    cache.add_rows(len(TOKENS))
-    return model.forward(ModelInput(TOKENS, COUNTS), cache).scores()
+    return scores(model, TOKENS, COUNTS)
 
 
 def storages(model: CausalModel) -> set[int]:
@@ -91,11 +89,10 @@ def test_a_released_target_is_what_it_was(family: str) -> None:
         torch.testing.assert_close(target.release()(TOKENS[:1]).logits, wanted)
 
 
-@pytest.mark.parametrize("count", [0, 3, 4, True, 1.0, "1"])
+@pytest.mark.parametrize("count", [0, 3, True, 1.0, "1"])
 def test_a_count_of_layers_that_is_none(count: Any) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused("layers", count):
         first_layers(CausalModel(make("llama")), count)
-    assert str(caught.value) == f"layers={count!r} must be an integer in [1, 2]: the target has 3 layers"
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "granite", "phi"])
@@ -130,14 +127,11 @@ def test_a_trimmed_head_is_all_that_is_copied(family: str) -> None:
     assert short.model.get_input_embeddings().weight is target.model.get_input_embeddings().weight
 
 
-@pytest.mark.parametrize("ids", [[], [-1, 3], [3, VOCAB], [[1, 2]]], ids=str)
-def test_bad_ids_are_refused(ids: Any) -> None:
-    with refused("vocabulary"):
-        trimmed_head(CausalModel(make("llama")), ids)
-
-
-def test_a_model_without_a_head_of_its_own_is_refused() -> None:
+def test_bad_ids_and_a_model_without_a_head_of_its_own_are_refused() -> None:
     target = CausalModel(make("llama"))
+    for ids in ([], [-1, 3], [3, VOCAB], [[1, 2]]):
+        with refused("vocabulary"):
+            trimmed_head(target, ids)  # type: ignore[arg-type]
     target.model.lm_head = torch.nn.Identity()
     with pytest.raises(UnsupportedModelError, match="the head of LlamaForCausalLM cannot be trimmed"):
         trimmed_head(target, IDS)

@@ -44,33 +44,24 @@ def test_chunks_are_as_long_as_a_pass(
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 13])
-def test_short_chunks_of_mamba2_agree(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = modeling_mamba2.mamba2_chunk_scan
-    ours = module_of("mamba2_chunk_scan", original, monkeypatch).mamba2_chunk_scan
+def test_short_chunks_agree(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the long ones, for Mamba 2 and gated delta rules."""
     made = torch.Generator().manual_seed(length)
     x, dt = torch.randn(2, length, 4, 8, generator=made), torch.rand(2, length, 4, generator=made)
     decay, inputs, outputs = -torch.rand(4, generator=made), *torch.randn(2, 2, length, 2, 16, generator=made)
-    state = torch.randn(2, 4, 8, 16, generator=made)
-    given = {"D": torch.ones(4), "initial_states": state, "return_final_states": True}
-    with scans():
-        found = ours(x, dt, decay, inputs, outputs, chunk_size=256, **given)
-    for one, other in zip(found, original(x, dt, decay, inputs, outputs, chunk_size=256, **given), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 5, 13])
-def test_short_chunks_of_gated_delta_rules_agree(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = modeling_qwen3_next.torch_chunk_gated_delta_rule
-    ours = module_of("torch_chunk_gated_delta_rule", original, monkeypatch).torch_chunk_gated_delta_rule
-    made = torch.Generator().manual_seed(length)
+    scan = {"D": torch.ones(4), "initial_states": torch.randn(2, 4, 8, 16, generator=made), "return_final_states": True}
     query, key, value = torch.randn(3, 2, length, 4, 8, generator=made)
-    decay, beta = -torch.rand(2, length, 4, generator=made), torch.rand(2, length, 4, generator=made)
-    given = {
-        "initial_state": torch.randn(2, 4, 8, 8, generator=made),
-        "output_final_state": True,
-        "use_qk_l2norm_in_kernel": True,
-    }
-    with scans():
-        found = ours(query, key, value, g=decay, beta=beta, **given)
-    for one, other in zip(found, original(query, key, value, g=decay, beta=beta, **given), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    rule = {"g": -torch.rand(2, length, 4, generator=made), "beta": torch.rand(2, length, 4, generator=made)}
+    rule |= {"initial_state": torch.randn(2, 4, 8, 8, generator=made)}
+    flags = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    cases: list[tuple[Any, str, tuple[Any, ...], dict[str, Any]]] = [
+        (modeling_mamba2, "mamba2_chunk_scan", (x, dt, decay, inputs, outputs), {"chunk_size": 256, **scan}),
+        (modeling_qwen3_next, "torch_chunk_gated_delta_rule", (query, key, value), {**rule, **flags}),
+    ]
+    for source, name, tensors, given in cases:
+        original = getattr(source, name)
+        ours = getattr(module_of(name, original, monkeypatch), name)
+        with scans():
+            found = ours(*tensors, **given)
+        for one, other in zip(found, original(*tensors, **given), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
