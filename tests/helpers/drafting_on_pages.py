@@ -21,6 +21,8 @@ from foresay.models.drafts import base, block
 from foresay.models.drafts.block import BlockModel
 from foresay.models.drafts.block_config import SELECTOR, PathShape, Sight
 from foresay.models.drafts.head import HeadModel
+from foresay.models.drafts.parallel_config import ParallelHeadConfig
+from foresay.models.drafts.parallel_head import ParallelHeadModel
 from foresay.models.hardware import Hardware
 from foresay.models.huggingface import causal
 from foresay.models.huggingface.causal import CausalModel
@@ -118,6 +120,10 @@ def drafter_of(kind: str, target: CausalModel, monkeypatch: pytest.MonkeyPatch, 
     sizes: dict[str, Any] = {"gain": 1.5, "num_attention_heads": 2, "num_key_value_heads": 1}
     if kind in BLOCKS:
         return BlockDrafter(BlockModel(random_block(target, layers=(0, 1), **sizes, **BLOCKS[kind]), target), VOCAB)
+    if kind == "parallel head":
+        parts = {"num_hidden_layers": 2, "mask_token_id": 6, "block_size": 4}
+        found = random_head(target, parts=parts, kind=ParallelHeadConfig, **sizes)
+        return BlockDrafter(ParallelHeadModel(found, target), VOCAB)
     if kind == "trimmed and normed":
         sizes |= {"ids": range(3, 50), "before": True, "parts": {"norm_output": True}}
     return HeadDrafter(HeadModel(random_head(target, **sizes), target), VOCAB)

@@ -9,7 +9,7 @@ import torch
 
 from foresay.models.drafts.base import StoredDraft
 from foresay.models.drafts.config import HeadConfig
-from foresay.models.drafts.head import HeadModule
+from foresay.models.drafts.kinds import new_module
 from foresay.models.huggingface.causal import CausalModel
 
 
@@ -22,9 +22,10 @@ def random_head(
     seed: int = 0,
     gain: float = 3.0,
     parts: Mapping[str, Any] | None = None,
+    kind: type[HeadConfig] = HeadConfig,
     **changes: Any,
 ) -> StoredDraft:
-    """Random weights, large enough that draft tokens differ."""
+    """Random weights, large enough that draft tokens differ. parts: other fields of the configuration."""
     config = target.model.config
     layers = tuple(range(target.num_layers)) if layers is None else layers
     layer = {
@@ -40,7 +41,7 @@ def random_head(
         **changes,
     }
     size = target.vocab_size if ids is None else len(ids)
-    made = HeadConfig(
+    made = kind(
         layer=layer,
         vocab_size=target.vocab_size,
         draft_vocab_size=size,
@@ -51,7 +52,7 @@ def random_head(
         **(parts or {}),
     )
     torch.manual_seed(seed)
-    module = HeadModule(made, len(layers))
+    module = new_module(made, len(layers))
     with torch.no_grad():
         for name, weight in module.named_parameters():
             if "norm" in name:

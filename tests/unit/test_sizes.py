@@ -37,13 +37,13 @@ MOST = {
     "models/gpu": 3116,
     "models/huggingface": 3517,
     "models/llama_cpp": 458,
-    "models/sources": 4280,
+    "models/sources": 4279,
     "records": 1082,
     "server": 5965,
     "spec": 1325,
     "text": 4926,
     "kernels in C++": 3873,
-    "tests": 69_024,
+    "tests": 59_611,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

@@ -82,7 +82,7 @@ class Step:
     """Seconds of the whole step. Times are equal for all rows of a batch."""
 
     def set_times(self, batch_size: int, draft_s: float, target_s: float, total_s: float) -> None:
-        """Complete a Step that nobody has seen yet; a copy of it would take longer than all else that is done for a row."""
+        """Complete a Step before it is returned; a copy of it would take longer than all else that is done for a row."""
         for name, value in zip(_TIMES, (batch_size, draft_s, target_s, total_s), strict=True):
             object.__setattr__(self, name, value)
 

@@ -162,7 +162,7 @@ def test_missing_models(shell: tiny.Shell) -> None:
     for path in ("./nowhere", "/nowhere/at/all", "~/no-such-model-folder", "nowhere.gguf"):
         assert shell.refused("generate", "--model", path, "x") == f"no such file or folder: {path!r}"
     message = shell.refused("generate", "--model", "smolm2-135m", "x")
-    assert message.startswith("model='smolm2-135m' ") and "Did you mean 'smollm2-135m'?" in message
+    assert message.startswith("the model 'smolm2-135m' ") and "Did you mean 'smollm2-135m'?" in message
     message = shell.refused("generate", "--model", "no-such-org/no-such-model", "x")
     assert "'no-such-org/no-such-model' is neither a file nor a folder here" in message
 
@@ -176,7 +176,7 @@ WRONG = (
 """Options whose values are wrong."""
 AGAINST = {
     "--weights int8": "--weights int8 computes in bf16, and --dtype fp32",
-    "--draft smollm2-135": "model='smollm2-135'",
+    "--draft smollm2-135": "the model 'smollm2-135'",
     "-n 0": "--max-new-tokens 0",
     "-n -3": "--max-new-tokens -3",
     "--min-new-tokens 13": "--min-new-tokens 13 exceeds --max-new-tokens 12",

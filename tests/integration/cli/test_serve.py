@@ -81,7 +81,7 @@ WRONG = {
     'target = "./gone"': "no such file or folder: './gone'",
     'target = "gone.gguf"': "no such file or folder: 'gone.gguf'",
     'target = "org/gone"': "'org/gone' is not in the hub's cache, and requests are off",
-    'target = "gone"': "model='gone'",
+    'target = "gone"': "the model 'gone'",
     'target = "{folder}"\ndrafter = "max_grm"': "drafter='max_grm'",
     'target = "{folder}"\ndrafter = "head(./gone)"': "",
     'target = "{folder}"\ndtype = "fp99"': "dtype='fp99'",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +21,10 @@ from foresay.models.drafts.base import StoredDraft, target_rows
 from foresay.models.drafts.files import LAYOUTS, read_draft, write_draft
 from foresay.models.drafts.kinds import kind_of
 from foresay.models.drafts.parallel_config import ParallelHeadConfig
-from foresay.models.drafts.parallel_head import ParallelHeadModel, ParallelHeadModule
+from foresay.models.drafts.parallel_head import ParallelHeadModel
 from foresay.models.huggingface.causal import CausalModel
 from helpers.families import make
+from helpers.heads import random_head
 from helpers.refusals import refused
 from helpers.support import run
 
@@ -40,41 +42,10 @@ def target(*, kernels: bool = True, **changes: Any) -> CausalModel:
     return model
 
 
-def random_head(model: CausalModel, *, depth: int = 2, size: int = 5, window: int | None = None) -> StoredDraft:
-    """Random weights, large enough that draft tokens differ."""
-    width = model.model.config.hidden_size
-    layer = {
-        "hidden_size": width,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 24,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 4096,
-    }
-    config = ParallelHeadConfig(
-        layer=layer,
-        vocab_size=VOCAB,
-        draft_vocab_size=VOCAB,
-        target_hidden_size=width,
-        hidden_layers=(0, 2, 3),
-        norm_before_residual=depth > 1,
-        window=window,
-        num_hidden_layers=depth,
-        mask_token_id=6,
-        block_size=size,
-    )
-    torch.manual_seed(1)
-    module = ParallelHeadModule(config, 3)
-    with torch.no_grad():
-        for name, weight in module.named_parameters():
-            if "norm" in name:
-                weight += 0.3 * torch.randn_like(weight)
-            else:
-                weight *= 3.0
-    return StoredDraft(config, module, None)
+def parallel_head(model: CausalModel, *, depth: int = 2, **parts: Any) -> StoredDraft:
+    """depth: number of layers."""
+    given = {"num_hidden_layers": depth, "mask_token_id": 6, "block_size": 5, **parts}
+    return random_head(model, layers=(0, 2, 3), before=depth > 1, seed=1, parts=given, kind=ParallelHeadConfig)
 
 
 def states_of(model: CausalModel, head: ParallelHeadModel, tokens: torch.Tensor) -> torch.Tensor:
@@ -143,7 +114,7 @@ def reference(weights: dict[str, torch.Tensor], config: dict[str, Any], states: 
 @pytest.mark.parametrize("kernels", [True, False])
 def test_a_few_lines_that_read_the_layout_compute_the_same(case: dict[str, Any], kernels: bool, tmp_path: Path) -> None:
     model = target(kernels=kernels)
-    write_draft(random_head(model, **case), tmp_path)
+    write_draft(parallel_head(model, **case), tmp_path)
     head = ParallelHeadModel(read_draft(tmp_path), model)
     assert head.capabilities.own_threads is kernels
     text = [3, 1, 2, 3, 5, 4, 1]
@@ -162,7 +133,7 @@ def test_a_few_lines_that_read_the_layout_compute_the_same(case: dict[str, Any],
 
 def test_other_rows_and_the_length_of_a_block_change_no_bit() -> None:
     model = target()
-    head = ParallelHeadModel(random_head(model), model)
+    head = ParallelHeadModel(parallel_head(model), model)
     states = [states_of(model, head, torch.tensor(text))[:-1] for text in PROMPTS]
     together = outputs_of(head, states, PROMPTS, [5, 2, 5])
     for i, (text, length) in enumerate(zip(PROMPTS, (5, 2, 3), strict=True)):
@@ -202,7 +173,7 @@ DRAFTERS: dict[str, Callable[[ParallelHeadModel], Any]] = {
 def test_greedy_output_is_that_of_plain_decoding(kind: str, kernels: bool) -> None:
     """Whatever was accepted, rewound or moved before; prompts longer than a chunk, and a text at the context limit."""
     model = target(kernels=kernels, max_position_embeddings=512)
-    drafter = DRAFTERS[kind](ParallelHeadModel(random_head(model), model))
+    drafter = DRAFTERS[kind](ParallelHeadModel(parallel_head(model), model))
     prompts = [*PROMPTS, [(3 * i + i // 7) % VOCAB for i in range(480)]]
     params = [SamplingParams(max_new_tokens=14 + 6 * i, ignore_eos=True) for i in range(len(prompts))]
     plain, _, _ = run(model, prompts, params, drafter=None, gamma=0)
@@ -227,7 +198,7 @@ def rewritten(
 
 @pytest.mark.parametrize("layout", LAYOUTS.values())
 def test_published_layouts(layout: Any, tmp_path: Path) -> None:
-    made = random_head(target())
+    made = parallel_head(target())
 
     def published(values: dict[str, Any], tensors: dict[str, Any]) -> None:
         if layout == "plain":  # as AWS's files, whose users name the way of drafting to their engine
@@ -236,7 +207,7 @@ def test_published_layouts(layout: Any, tmp_path: Path) -> None:
         tensors["mask_hidden"] = tensors["mask_hidden"].view(1, -1)
 
     read = read_draft(rewritten(tmp_path / "a", published, made, layout=layout))
-    assert read.config == made.config or layout == "speculators"
+    assert dataclasses.replace(read.config, target="tiny", target_architectures=()) == made.config
     assert (read.config.mask_token_id, read.config.block_size, read.config.num_hidden_layers) == (6, 5, 2)
     assert kind_of(json.loads((tmp_path / "a" / "config.json").read_text())) == "peagle"
     assert torch.equal(read.module.mask_hidden, made.module.mask_hidden)
@@ -257,18 +228,18 @@ REFUSALS: dict[str, tuple[dict[str, Any], str, Any]] = {
 def test_files_that_are_refused(case: str) -> None:
     change, param, value = REFUSALS[case]
     with refused(param, value, at="the parallel head's config.json" if case in ("no mask", "depths") else ""):
-        ParallelHeadConfig.read({**random_head(target()).config.as_plain(), **change})
+        ParallelHeadConfig.read({**parallel_head(target()).config.as_plain(), **change})
 
 
 def test_by_name(tmp_path: Path) -> None:
     model = target()
-    folder = rewritten(tmp_path / "head", lambda values, tensors: None, random_head(model))
+    folder = rewritten(tmp_path / "head", lambda values, tensors: None, parallel_head(model))
     generator = load(model, drafter=f"block({folder})")
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
     plain, _, _ = run(model, PROMPTS, params, drafter=None, gamma=0)
     assert [one.token_ids for one in generator.generate(PROMPTS, params)] == plain
     with refused("path", str(folder)):
         load(model, drafter=f"head({folder})").generate([PROMPTS[0]], params)
-    missing = rewritten(tmp_path / "none", lambda values, tensors: tensors.pop("mask_hidden"), random_head(model))
+    missing = rewritten(tmp_path / "none", lambda values, tensors: tensors.pop("mask_hidden"), parallel_head(model))
     with pytest.raises(ModelLoadError, match="mask_hidden"):
         read_draft(missing)

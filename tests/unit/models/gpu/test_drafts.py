@@ -113,8 +113,12 @@ def compare(
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [*((kind, SAMPLED) for kind in ("trimmed and normed", "model", *BLOCKS)), ("head", GREEDY), ("layer", SAMPLED)],
-    ids=["trimmed and normed", "model", *BLOCKS, "greedy", "layer"],
+    [
+        *((kind, SAMPLED) for kind in ("trimmed and normed", "model", "parallel head", *BLOCKS)),
+        ("head", GREEDY),
+        ("layer", SAMPLED),
+    ],
+    ids=["trimmed and normed", "model", "parallel head", *BLOCKS, "greedy", "layer"],
 )  # one of the rows of SAMPLED is greedy
 @torch.inference_mode()
 def test_chains_are_those_of_single_passes(kind: str, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
