@@ -1,17 +1,16 @@
-"""Kernels of layers with states: a token's bits whatever passes, rows and rejections came before.
-
-That they compute what transformers computes is in huggingface/test_hybrid.py, for heads and taps of any size.
-"""
+"""Kernels of layers with states against their definitions; a token's bits whatever passes, rows and rejections came before."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from foresay.models.cache.state_cache import SLOTS, RowStates, StateCache
 from foresay.models.cache.stores import RowStores
@@ -90,6 +89,69 @@ def width_of(mixer: Mixer) -> tuple[int, int]:
     return mixer.convolution.shape[0] + values + steps, values
 
 
+def convolved(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[T, channels] -> the same, causally."""
+    padded = F.pad(x.T[None], (weight.shape[-1] - 1, 0))
+    return F.conv1d(padded, weight.double(), groups=weight.shape[0])[0].T
+
+
+def defined(mixer: Mixer, joint: torch.Tensor) -> torch.Tensor:
+    """The layer's outputs for a text, [T, inputs] -> [T, outputs], token after token."""
+    joint = joint.double()
+    if isinstance(mixer, ShortConvolution):
+        b, c, x = joint.chunk(3, -1)
+        found = convolved(b * x, mixer.convolution)
+        return c * (found if mixer.bias is None else found + mixer.bias.double())
+    (keys, values), (key_dim, dim) = mixer.heads, mixer.dims
+    count, group = len(joint), values // keys
+    if isinstance(mixer, StateSpace):
+        return _of_space(mixer, joint)
+    if mixer.by_key_head:
+        first, last = joint.split([2 * keys * key_dim + 2 * values * dim, 2 * values], -1)
+        sizes = [key_dim, key_dim, group * dim, group * dim]
+        query, key, value, gate = (one.flatten(1) for one in first.view(count, keys, -1).split(sizes, -1))
+        beta, alpha = (one.flatten(1) for one in last.view(count, keys, -1).split([group, group], -1))
+    else:
+        sizes = [keys * key_dim, keys * key_dim, values * dim, values * dim, values, values]
+        query, key, value, gate, beta, alpha = joint.split(sizes, -1)
+    mixed = F.silu(convolved(torch.cat([query, key, value], -1), mixer.convolution))
+    query, key, value = mixed.split([keys * key_dim, keys * key_dim, values * dim], -1)
+    query, key = (
+        F.normalize(one.reshape(count, keys, key_dim), dim=-1).repeat_interleave(group, 1) for one in (query, key)
+    )
+    decay = torch.exp(-mixer.decays.double().exp() * F.softplus(alpha + mixer.steps.double()))
+    state, out = torch.zeros(values, key_dim, dim).double(), []
+    for t in range(count):
+        state = state * decay[t][:, None, None]
+        read = torch.einsum("hkv,hk->hv", state, key[t])
+        written = beta[t].sigmoid()[:, None] * (value[t].view(values, dim) - read)
+        state = state + key[t][:, :, None] * written[:, None]
+        out.append(torch.einsum("hkv,hk->hv", state, query[t]) * key_dim**-0.5)
+    normed = torch.stack(out)
+    normed = normed * (normed.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * mixer.norm.weight.double()
+    found = (normed.flatten(1) * F.silu(gate)).view(count, keys, group, dim)
+    return (found.transpose(1, 2) if mixer.tiled else found).reshape(count, -1)
+
+
+def _of_space(mixer: StateSpace, joint: torch.Tensor) -> torch.Tensor:
+    (groups, heads), (size, dim) = mixer.heads, mixer.dims
+    values, count = heads * dim, len(joint)
+    gate, inputs, steps = joint.split([values, mixer.convolution.shape[0], heads], -1)
+    mixed = convolved(inputs, mixer.convolution)
+    mixed = F.silu(mixed if mixer.bias is None else mixed + mixer.bias.double())
+    x, b, c = mixed.split([values, groups * size, groups * size], -1)
+    b, c = (one.view(count, groups, size).repeat_interleave(heads // groups, 1) for one in (b, c))
+    step = F.softplus(steps + mixer.steps.double())
+    decay, x = torch.exp(-mixer.decays.double().exp() * step), x.view(count, heads, dim)
+    state, out = torch.zeros(heads, dim, size).double(), []
+    for t in range(count):
+        state = state * decay[t][:, None, None] + (step[t][:, None] * x[t])[:, :, None] * b[t][:, None]
+        out.append(torch.einsum("hds,hs->hd", state, c[t]) + mixer.skips.double()[:, None] * x[t])
+    gated = (torch.stack(out).flatten(1) * F.silu(gate)).view(count, groups, -1)
+    normed = gated * (gated.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    return normed.flatten(1) * mixer.norm.weight.double()
+
+
 class Mixed:
     """One layer over a cache of its states."""
 
@@ -123,6 +185,46 @@ class Mixed:
 
 def whole(mixer: Mixer, text: torch.Tensor) -> torch.Tensor:
     return Mixed(mixer)({0: text})[0]
+
+
+@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("length", [1, 3, 61])
+def test_a_layer_computes_its_definition(name: str, length: int) -> None:
+    mixer = MIXERS[name]()
+    text = numbers(length, width_of(mixer)[0])
+    torch.testing.assert_close(whole(mixer, text).double(), defined(mixer, text), atol=2e-5, rtol=2e-5)
+
+
+def test_the_definition_notices_what_a_layer_does() -> None:
+    """Control: without the decay, the order of inputs, or one tap, the comparison above fails."""
+    mixer = delta((2, 4), (8, 8))
+    text = numbers(9, width_of(mixer)[0])
+    wanted = defined(mixer, text)
+    shorter = torch.cat([torch.zeros_like(mixer.convolution[..., :1]), mixer.convolution[..., 1:]], -1)
+    others = [
+        replace(mixer, decays=mixer.decays - 9),
+        replace(mixer, by_key_head=True),
+        replace(mixer, tiled=True),
+        replace(mixer, convolution=shorter),
+    ]
+    for other in others:
+        assert not torch.allclose(whole(other, text).double(), wanted, atol=1e-3)
+
+
+def test_the_definition_notices_what_a_state_space_does() -> None:
+    """Control: without the skips, the bias, the steps' shift or the groups, the comparison fails."""
+    mixer = space((2, 4), (8, 8))
+    text = numbers(9, width_of(mixer)[0])
+    wanted = defined(mixer, text)
+    others = [
+        replace(mixer, skips=torch.zeros(4)),
+        replace(mixer, bias=None),
+        replace(mixer, steps=torch.zeros(4)),
+        replace(mixer, norm=Norm(torch.ones(32), 1e-5)),
+        replace(mixer, heads=(1, 4), dims=(16, 8)),
+    ]
+    for other in others:
+        assert not torch.allclose(whole(other, text).double(), wanted, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -172,13 +274,13 @@ def rejected(mixer: Mixer, drafts: Sequence[int], length: int = 120) -> tuple[to
 
 
 @pytest.mark.parametrize("name", MIXERS)
-def test_rejections_at_each_position(name: str) -> None:
+@pytest.mark.parametrize("drafts", [(0,), (1,), (8,), (0, 3, 8, 1), (SLOTS - 1,), (SLOTS + 9, 2)])
+def test_rejections_at_each_position(name: str, drafts: tuple[int, ...]) -> None:
     """The bits are those of the whole text; no token is fed again unless a draft was longer than what a row keeps."""
     mixer = MIXERS[name]()
-    for drafts in ((0, 3, 8, 1), (SLOTS - 1,), (SLOTS + 9, 2), *(((1,), (8,)) if name == "delta" else ())):
-        found, wanted, fed = rejected(mixer, drafts)
-        assert torch.equal(found, wanted)
-        assert any(fed) == (max(drafts) >= SLOTS)
+    found, wanted, fed = rejected(mixer, drafts)
+    assert torch.equal(found, wanted)
+    assert any(fed) == (max(drafts) >= SLOTS)
 
 
 @pytest.mark.parametrize("drafted", [9, SLOTS - 1, SLOTS + 20])
@@ -270,19 +372,21 @@ def test_an_interrupted_pass_leaves_a_row_that_can_go_on() -> None:
 # -- controls ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_state_that_is_restored_wrongly_is_seen(monkeypatch: pytest.MonkeyPatch, broken_kernels: Broken) -> None:
-    """Not at all, of one token off, and with other inputs of the convolution."""
-
-    def is_seen() -> bool:
-        found, wanted, _ = rejected(delta((2, 4), (8, 8)), (8, 3), 60)
-        return not torch.equal(found, wanted)
-
-    for fault in ("", "a state restored one token off", "inputs before the base of the token after"):
-        with broken_kernels(fault):
-            assert is_seen() == (fault != "")
-
+def test_a_state_that_is_not_restored_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def kept(self: RowStates, length: int) -> None:
         self.base = self.first = self.end = length
 
     monkeypatch.setattr(RowStates, "go_to", kept)
-    assert is_seen()
+    found, wanted, _ = rejected(delta((2, 4), (8, 8)), (8,), 40)
+    assert not torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("fault", ["a state restored one token off", "inputs before the base of the token after"])
+def test_a_state_that_is_restored_wrongly_is_seen(fault: str, broken_kernels: Broken) -> None:
+    mixer = delta((2, 4), (8, 8))
+    with broken_kernels():
+        found, wanted, _ = rejected(mixer, (8, 3), 60)
+        assert torch.equal(found, wanted)
+    with broken_kernels(fault):
+        found, wanted, _ = rejected(mixer, (8, 3), 60)
+        assert not torch.equal(found, wanted)
