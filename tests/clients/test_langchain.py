@@ -34,15 +34,18 @@ def test_invoke(chat: ChatOpenAI) -> None:
     assert [one.text for one in chat.batch(["What colour is the sea?"] * 3)] == [SEA] * 3
 
 
-def test_streams_and_asynchronous_calls(chat: ChatOpenAI, writer: Served) -> None:
+def test_asynchronous_calls(writer: Served) -> None:
     async def both() -> tuple[str, str]:
-        other = model(writer)
-        pieces = [one.text async for one in other.astream("What colour is the sea?")]
-        return (await other.ainvoke("What colour is the sea?")).text, "".join(pieces)
+        chat = model(writer)
+        pieces = [one.text async for one in chat.astream("What colour is the sea?")]
+        return (await chat.ainvoke("What colour is the sea?")).text, "".join(pieces)
 
+    assert asyncio.run(both()) == (SEA, SEA)
+
+
+def test_stream(chat: ChatOpenAI) -> None:
     pieces = [one.text for one in chat.stream("What colour is the sea?")]
     assert len([one for one in pieces if one]) > 1 and "".join(pieces) == SEA
-    assert asyncio.run(both()) == (SEA, SEA)
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "any", "weather"])
