@@ -12,7 +12,7 @@ TESTS = Path(__file__).parents[1]
 MOST = {
     ".": 745,
     "cli": 3448,
-    "decoding": 4519,
+    "decoding": 4517,
     "drafters": 4522,
     "engine": 1279,
     "foresay_lab": 392,
@@ -43,7 +43,7 @@ MOST = {
     "spec": 1325,
     "text": 4926,
     "kernels in C++": 3873,
-    "tests": 59_907,
+    "tests": 59_910,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

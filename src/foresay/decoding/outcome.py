@@ -42,9 +42,6 @@ class TokenLogprob:
     """(token id, log-probability) of the likeliest tokens, the likeliest first."""
 
 
-_TIMES = ("batch_size", "draft_s", "target_s", "total_s")
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
     """One target pass over one row: tokens drafted, accepted and committed."""
@@ -80,11 +77,6 @@ class Step:
     """Seconds of the step spent in the target."""
     total_s: float = 0.0
     """Seconds of the whole step. Times are equal for all rows of a batch."""
-
-    def set_times(self, batch_size: int, draft_s: float, target_s: float, total_s: float) -> None:
-        """Complete a Step before it is returned; a copy of it would take longer than all else that is done for a row."""
-        for name, value in zip(_TIMES, (batch_size, draft_s, target_s, total_s), strict=True):
-            object.__setattr__(self, name, value)
 
     @property
     def num_tested(self) -> int:
