@@ -256,6 +256,11 @@ def test_inverse_cdf_is_numpys_searchsorted(counts: list[int], numerators: list[
     assert inverse_cdf(probs[:0], torch.from_numpy(uniform[:0])).shape == (0,), "no rows"
 
 
+def test_a_uniform_on_an_edge_belongs_to_the_next_token() -> None:
+    edges = torch.arange(1, 512, dtype=torch.float64) / 512
+    assert inverse_cdf(torch.ones(511, 512), edges).tolist() == list(range(1, 512))
+
+
 EXTREMES = [2.0**-53, 1e-300, 1e-12, 0.5, 1 - 1e-12, 1 - 2.0**-53]
 
 

@@ -221,7 +221,7 @@ def test_positions_after_a_forbidden_draft_token_are_left_alone() -> None:
     """No rule reaches them, and a processor must not see a context that it ruled out."""
     rows = Rows([make_row([2], [], processors=(_alternating,))])
     found = process_rows(torch.zeros(1, 4, 8), rows, torch.tensor([[3, 5, 6]]), 0, [3], None)
-    assert found is not None
+    assert found is not None and not found.failures
     scores = found.scores[0]
     assert scores[0].isinf().tolist() == [True, False] * 4
     assert scores[1].isinf().tolist() == [False, True] * 4

@@ -64,7 +64,7 @@ WHOLE: dict[str, dict[str, Any]] = {
     "a row of ids": {"token_ids": torch.tensor([1])},
     "a third dimension": {"token_ids": torch.tensor([[[1]]])},
     "too few rows": {"token_ids": torch.zeros(0, 1, dtype=torch.int64), "num_tokens": []},
-    "too many rows": {"token_ids": torch.tensor([[1], [1]]), "num_tokens": [1, 1]},
+    "too many rows": {"token_ids": torch.tensor([[1], [1]]), "distributions": None, "distribution_index": None},
     "sparse ids": {"token_ids": torch.tensor([[1]]).to_sparse()},
     "ids on no device": {"token_ids": torch.zeros(1, 1, dtype=torch.int64, device="meta")},
     "float counts": {"num_tokens": [1.5]},
