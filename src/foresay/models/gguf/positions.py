@@ -45,7 +45,7 @@ def refuse_unread(header: GgufHeader, *, ours: bool) -> None:
     if unread:
         where = "for its architecture" if ours else "when transformers loads the file"
         raise ModelLoadError(
-            f"the GGUF file scales its rotary positions ({', '.join(unread)}), which is not supported {where}; "
+            f"{str(header.path)!r} scales its rotary positions ({', '.join(unread)}), which is not supported {where}; "
             "load the model's transformers folder instead"
         )
 
