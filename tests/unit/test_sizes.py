@@ -38,7 +38,7 @@ MOST = {
     "models/huggingface": 3517,
     "models/llama_cpp": 458,
     "models/sources": 4279,
-    "records": 1082,
+    "records": 1084,
     "server": 5965,
     "spec": 1325,
     "text": 4926,

@@ -39,9 +39,11 @@ def load(path: str | os.PathLike[str], format: str, version: int, schema: Schema
     try:
         values = parse_object(read_limited(path), name)
         if values.pop("format", None) != format or values.pop("version", None) != version:
-            raise ConfigError(f"is not a {format} of version {version}", param="path", value=name)
+            raise ConfigError(f"it does not state the format {format!r} and the version {version}")
         return schema.of(values, name)
     except OSError as error:
         raise unreadable(path, error) from None
     except ConfigError as error:
-        raise ConfigError(f"is not {schema.noun} ({error}); make it with {command}", param="path", value=path) from None
+        reason = str(error).removeprefix(name).lstrip(": ")
+        text = f"is not {schema.noun} ({reason}); make it with {command}"
+        raise ConfigError(text, param="path", value=path) from None
