@@ -83,7 +83,8 @@ class ParallelHeadConfig(HeadConfig):
         own = values.get("eagle_config")
         parts = (values, own) if isinstance(own, Mapping) else (values,)
         is_head = own is not None or "eagle3" in names
-        masked = any(part.get(name) not in (None, False) for part in parts for name in (*_MASKS, "parallel_drafting"))
+        stated = (part.get(name) for part in parts for name in (*_MASKS, "parallel_drafting"))
+        masked = any(one is not None and one is not False for one in stated)  # a token's id may be 0
         return values.get(KIND) == "peagle" or (KIND not in values and ("peagle" in names or (is_head and masked)))
 
     @classmethod
