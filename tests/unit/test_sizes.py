@@ -23,7 +23,7 @@ MOST = {
     "foresay_lab/measure": 410,
     "foresay_lab/replay": 1653,
     "foresay_lab/report": 819,
-    "foresay_lab/training": 3373,
+    "foresay_lab/training": 3375,
     "foresay_lab/workers": 517,
     "generation": 1616,
     "integrations": 790,

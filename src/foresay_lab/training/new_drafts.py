@@ -117,9 +117,11 @@ KINDS = {
 
 
 def kind_of(config: DraftConfig) -> str:
-    """Return the kind of a draft on hidden states."""
-    if not isinstance(config, BlockConfig):
+    """Return the kind of a draft on hidden states. Raises ConfigError for one that is not trained."""
+    if type(config) is HeadConfig:
         return "head"
+    if not isinstance(config, BlockConfig):
+        raise ConfigError(f"is a {config.NOUN}, which is not trained; train a head or a block drafter", param="draft")
     return "block" if config.convolution is None else "dflash2"
 
 

@@ -23,6 +23,7 @@ from foresay.models.drafts.kinds import kind_of, reader
 from foresay.models.drafts.parallel_config import ParallelHeadConfig
 from foresay.models.drafts.parallel_head import ParallelHeadModel
 from foresay.models.huggingface.causal import CausalModel
+from foresay_lab.training.new_drafts import kind_of as trained_kind
 from helpers.families import make
 from helpers.heads import random_head
 from helpers.refusals import refused
@@ -231,6 +232,11 @@ def test_files_that_are_refused(case: str) -> None:
     change, param, value = REFUSALS[case]
     with refused(param, value, at="the parallel head's config.json" if case in ("no mask", "depths") else ""):
         ParallelHeadConfig.read({**parallel_head(target()).config.as_plain(), **change})
+
+
+def test_it_is_not_trained_as_a_head() -> None:
+    with refused("draft", None):
+        trained_kind(parallel_head(target()).config)
 
 
 def test_by_name(tmp_path: Path) -> None:
