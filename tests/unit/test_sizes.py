@@ -31,19 +31,19 @@ MOST = {
     "models": 800,
     "models/cache": 1215,
     "models/cpu": 1833,
-    "models/drafts": 3513,
+    "models/drafts": 3514,
     "models/families": 1179,
     "models/gguf": 2402,
     "models/gpu": 3116,
     "models/huggingface": 3517,
     "models/llama_cpp": 458,
     "models/sources": 4279,
-    "records": 1084,
+    "records": 1085,
     "server": 5965,
     "spec": 1325,
     "text": 4926,
     "kernels in C++": 3873,
-    "tests": 59_915,
+    "tests": 59_923,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

@@ -38,8 +38,9 @@ def load(path: str | os.PathLike[str], format: str, version: int, schema: Schema
     name = os.fspath(path)
     try:
         values = parse_object(read_limited(path), name)
-        if values.pop("format", None) != format or values.pop("version", None) != version:
-            raise ConfigError(f"it does not state the format {format!r} and the version {version}")
+        for field, wanted in (("format", format), ("version", version)):
+            if (found := values.pop(field, None)) != wanted:
+                raise ConfigError(f"must be {wanted!r}", param=field, value=found)
         return schema.of(values, name)
     except OSError as error:
         raise unreadable(path, error) from None
