@@ -87,6 +87,8 @@ def test_sides_with_other_bits_are_left_out(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(BlockProduct, "_sums_of", other)
     monkeypatch.setattr(blocks, "_EQUAL", {})
+    before = torch.get_rng_state()
     assert found._sides(torch.ones(1, 256)) == (16, 64)
+    assert torch.equal(torch.get_rng_state(), before), "the caller's random numbers"
     found._sides(torch.ones(1, 256))
     assert len(tried) == 4
