@@ -31,7 +31,7 @@ MOST = {
     "models": 800,
     "models/cache": 1215,
     "models/cpu": 1833,
-    "models/drafts": 3514,
+    "models/drafts": 3516,
     "models/families": 1179,
     "models/gguf": 2402,
     "models/gpu": 3117,

@@ -5,7 +5,7 @@ A new kind is an entry of KINDS and its classes here. Modules are imported when 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from foresay.errors import ConfigError
@@ -68,22 +68,24 @@ def reader(values: Mapping[str, Any]) -> type[DraftConfig]:
 
 def new_module(config: DraftConfig, num_states: int) -> DraftModule:
     """Return the module of a configuration with random weights. num_states: number of the target's hidden states it reads."""
-    from foresay.models.drafts.block_module import BlockModule
-    from foresay.models.drafts.head import HeadModule
-    from foresay.models.drafts.parallel_head import ParallelHeadModule
-
-    if isinstance(config, BlockConfig):
-        return BlockModule(config)
-    if isinstance(config, ParallelHeadConfig):
-        return ParallelHeadModule(config, num_states)
-    assert isinstance(config, HeadConfig)
-    return HeadModule(config, num_states)
+    make, _ = _classes()[type(config)]
+    return make(config, num_states)
 
 
 def model_of(config: DraftConfig) -> type[DraftModel]:
     """Return the class that runs drafts of a configuration for a target."""
-    from foresay.models.drafts.block import BlockModel
-    from foresay.models.drafts.head import HeadModel
-    from foresay.models.drafts.parallel_head import ParallelHeadModel
+    _, model = _classes()[type(config)]
+    return model
 
-    return {BlockConfig: BlockModel, ParallelHeadConfig: ParallelHeadModel, HeadConfig: HeadModel}[type(config)]
+
+def _classes() -> dict[type[DraftConfig], tuple[Callable[[Any, int], DraftModule], type[DraftModel]]]:
+    from foresay.models.drafts.block import BlockModel
+    from foresay.models.drafts.block_module import BlockModule
+    from foresay.models.drafts.head import HeadModel, HeadModule
+    from foresay.models.drafts.parallel_head import ParallelHeadModel, ParallelHeadModule
+
+    return {
+        BlockConfig: (lambda config, _: BlockModule(config), BlockModel),
+        ParallelHeadConfig: (ParallelHeadModule, ParallelHeadModel),
+        HeadConfig: (HeadModule, HeadModel),
+    }
