@@ -20,6 +20,8 @@ from foresay.models.drafts.block import BlockModel
 from foresay.models.drafts.block_config import DOMINO, SELECTOR, PathShape, Sight
 from foresay.models.drafts.head import HeadModel
 from foresay.models.drafts.mtp import MtpHead
+from foresay.models.drafts.parallel_config import ParallelHeadConfig
+from foresay.models.drafts.parallel_head import ParallelHeadModel
 from foresay.models.huggingface.causal import CausalModel
 from helpers.assistants import assistant_model, read
 from helpers.blocks import random_block
@@ -109,11 +111,19 @@ DRAFTERS: dict[str, Callable[[BlockModel], Any]] = {
     "first layer": lambda block: _FirstForAll(MtpHead(block.target, name="tiny"), SIZE),
     "roots": lambda block: _RootsForAll(block, SIZE, nodes=8),
     "ignores": lambda block: _IgnoresPath(block, SIZE),
+    "parallel": lambda block: BlockDrafter(_parallel(block.target), SIZE),
+    "parallel tree": lambda block: BlockDrafter(_parallel(block.target), SIZE, nodes=8),
+    "parallel first": lambda block: _RootsForAll(_parallel(block.target), SIZE),
 }
 
 
 def _head(target: CausalModel) -> HeadModel:
     return HeadModel(random_head(target, gain=1.5), target)
+
+
+def _parallel(target: CausalModel) -> ParallelHeadModel:
+    parts = {"num_hidden_layers": 2, "mask_token_id": 3, "block_size": 4}
+    return ParallelHeadModel(random_head(target, gain=2.0, parts=parts, kind=ParallelHeadConfig), target)
 
 
 PATHS = {
@@ -168,6 +178,8 @@ CELLS: list[tuple[str, str, dict[str, Any]]] = [
     *((drafter, rule, {}) for drafter in ("chain", "confident", "likeliest") for rule in RULES),
     ("chain", "speculative", {"from_anchor": False}),  # without a Markov head
     *(("layers", rule, {}) for rule in ("speculative", "coupled")),
+    *(("parallel", rule, {}) for rule in RULES),
+    ("parallel tree", "speculative", {"nodes": 8}),
     *(("best first", rule, {"nodes": 8}) for rule in ("speculative", "match", "coupled")),
     *((*one, {"nodes": 8}) for one in BY_DEFAULT),
     # tokens that depend on those before, in chains and trees, and by candidate selectors with every rule and truncation
@@ -186,8 +198,9 @@ CONTROLS: list[tuple[str, str, dict[str, Any]]] = [
     *(("ignores", "speculative", {"path": path}) for path in PATHS),
     ("roots", "speculative", {"nodes": 8}),
     ("first layer", "speculative", {}),
+    ("parallel first", "speculative", {}),
 ]
-"""The conditioning ignored, and the distribution of the roots or of the first layer for all tokens."""
+"""The conditioning ignored, and the distribution of the roots, of the first layer or of the first token for all tokens."""
 
 
 @pytest.mark.parametrize(
