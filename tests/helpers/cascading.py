@@ -58,10 +58,10 @@ class Counted(Fake):
 
     def __init__(self, tokens: Sequence[int] = (0,), most: int = 64) -> None:
         self.tokens, self.most = tokens, most
-        self.asked: list[dict[int, tuple[int, int]]] = []
+        self.requested: list[dict[int, tuple[int, int]]] = []
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
-        self.asked.append({i: (rows[i].size, n) for i, n in enumerate(budget) if n})
+        self.requested.append({i: (rows[i].size, n) for i, n in enumerate(budget) if n})
         return super().propose(rows, budget, policy)
 
     def draft_tokens(self, row: int, rows: Rows, budget: int) -> list[int]:

@@ -84,8 +84,8 @@ def assert_greedy(model: PreTrainedModel, prompt: Sequence[int], output: Sequenc
     """Each token is the likeliest of one pass of transformers over the whole text, or closer to it than MARGIN."""
     with torch.no_grad():
         scores = model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
-    behind = scores.max(-1).values - scores[range(len(output)), list(output)]
-    assert float(behind.max()) < MARGIN, (int(behind.argmax()), output)
+    gap = scores.max(-1).values - scores[range(len(output)), list(output)]
+    assert float(gap.max()) < MARGIN, (int(gap.argmax()), output)
 
 
 @functools.cache

@@ -56,11 +56,11 @@ def test_the_distribution_is_the_targets(rule: str, min_match: int) -> None:
 
 @pytest.mark.parametrize("rule", ["speculative", "block"])
 @pytest.mark.parametrize("sample", [True, False])
-@pytest.mark.parametrize("behind", [True, False])
-def test_lengths_that_come_out_as_they_please_leave_the_distribution(behind: bool, sample: bool, rule: str) -> None:
+@pytest.mark.parametrize("follows", [True, False])
+def test_lengths_that_come_out_as_they_please_leave_the_distribution(follows: bool, sample: bool, rule: str) -> None:
     """Whatever is requested, kept and afforded, and wherever a draft ends because it is unsure of a token that stays in it."""
     model, policy = ModelDrafter(DRAFT, SIZE, sample=sample), Forced(1)
-    drafter = Hybrid(SuffixDrafter(), model, min_match=2, k=3) if behind else model
+    drafter = Hybrid(SuffixDrafter(), model, min_match=2, k=3) if follows else model
     assert value(drafter, rule=rule, policy=policy, max_batch_size=64) > ALPHA
     assert policy.ended > 100, "drafts end where they are unsure"
 

@@ -25,7 +25,7 @@ def texts(make: Callable[[], Any], policy: Any, rule: Rule, temperature: float =
     return run(MODEL, PROMPTS, params, drafter=make(), policy=policy, rule=rule)[0]
 
 
-def behind_lookup(sample: bool) -> Any:
+def after_lookup(sample: bool) -> Any:
     return Hybrid(PromptLookup(), ModelDrafter(DRAFT, 8, sample=sample), min_match=2, k=3)
 
 
@@ -33,7 +33,7 @@ LOOKUPS = (SuffixDrafter, MaxGram, PromptLookup, NgramStoreDrafter)
 MAKE: dict[str, Callable[[], Any]] = {
     **{one.__name__: one for one in LOOKUPS},
     "likeliest tokens": lambda: ModelDrafter(DRAFT, 8, sample=False),
-    "likeliest tokens after a lookup": lambda: behind_lookup(False),
+    "likeliest tokens after a lookup": lambda: after_lookup(False),
 }
 
 
@@ -46,10 +46,10 @@ def test_drafts_that_are_not_sampled_change_no_text(drafter: str, rule: Rule, te
         assert texts(MAKE[drafter], policy, rule, temperature) == plain
 
 
-@pytest.mark.parametrize("behind", [False, True], ids=["alone", "after a lookup"])
-def test_a_sampled_draft_models_length_is_held(behind: bool) -> None:
+@pytest.mark.parametrize("follows", [False, True], ids=["alone", "after a lookup"])
+def test_a_sampled_draft_models_length_is_held(follows: bool) -> None:
     def make() -> Any:
-        return behind_lookup(True) if behind else ModelDrafter(DRAFT, 8)
+        return after_lookup(True) if follows else ModelDrafter(DRAFT, 8)
 
     constant = texts(make, ConstantLength(5), Speculative())
     assert all(texts(make, Forced(salt, sampled=5), Speculative()) == constant for salt in range(2))

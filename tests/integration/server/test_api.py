@@ -44,7 +44,7 @@ class TestChat:
             {"temperature": 0.0}, {"temperature": 1.2, "seed": 5, "top_p": 0.9},
             {"logit_bias": {str(first): -100}, "frequency_penalty": 1.5, "presence_penalty": 0.5},
         ):  # fmt: skip
-            done = self.asked(client, 24, **params)
+            done = self.requested(client, 24, **params)
             bias = {int(token): float(value) for token, value in params.pop("logit_bias", {}).items()}
             wanted = library.generate(TALK, max_new_tokens=24, logit_bias=bias, **params)
             assert done.choices[0].message.content == wanted.text
@@ -52,23 +52,23 @@ class TestChat:
             assert done.usage.completion_tokens == 24 and done.usage.prompt_tokens == len(wanted.prompt_token_ids)
         whole = library.generate(TALK, max_new_tokens=24).text
         stop = whole[10:12]
-        cut = self.asked(client, 24, stop=[stop]).choices[0]
+        cut = self.requested(client, 24, stop=[stop]).choices[0]
         assert cut.message.content == whole[: whole.index(stop)] and cut.finish_reason == "stop"
-        events = list(self.asked(client, 24, stream=True, stream_options={"include_usage": True}))
+        events = list(self.requested(client, 24, stream=True, stream_options={"include_usage": True}))
         assert "".join(e.choices[0].delta.content or "" for e in events if e.choices) == whole
         assert events[0].choices[0].delta.role == "assistant" and len(events) > 3
         assert events[-2].choices[0].finish_reason == "length" and events[-1].usage.completion_tokens == 24
         assert len({e.id for e in events}) == 1
 
     def test_several_outputs_draw_numbers_of_their_own(self, client: openai.OpenAI, library: foresay.Generator) -> None:
-        done = self.asked(client, 16, temperature=1.5, seed=3, n=3)
+        done = self.requested(client, 16, temperature=1.5, seed=3, n=3)
         wanted = library.generate([TALK] * 3, max_new_tokens=16, temperature=1.5, seed=3)
         assert [one.message.content for one in done.choices] == [one.text for one in wanted]
         assert len({one.message.content for one in done.choices}) == 3
         assert done.usage.completion_tokens == 48 and done.usage.prompt_tokens == len(wanted[0].prompt_token_ids)
 
     def test_log_probabilities(self, client: openai.OpenAI, library: foresay.Generator) -> None:
-        found = self.asked(client, 8, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+        found = self.requested(client, 8, logprobs=True, top_logprobs=2).choices[0].logprobs.content
         steps = library.generate(TALK, max_new_tokens=8, logprobs=2).steps
         wanted = [one.logprob for step in steps for one in step.logprobs or ()]
         assert [one.logprob for one in found] == pytest.approx(wanted) and len(found) == 8
@@ -78,7 +78,7 @@ class TestChat:
 
     def test_our_own_field(self, client: openai.OpenAI, library: foresay.Generator) -> None:
         def asked(**ours: Any) -> Any:
-            return self.asked(client, 24, extra_body={"foresay": {"stats": True, **ours}}).choices[0]
+            return self.requested(client, 24, extra_body={"foresay": {"stats": True, **ours}}).choices[0]
 
         plain, drafted = asked(drafter="none"), asked(drafter="prompt_lookup", length=2)
         assert plain.message.content == drafted.message.content == library.generate(TALK, max_new_tokens=24).text

@@ -53,7 +53,7 @@ def test_each_drafter_adds_what_its_column_plans(
     parts = [Counted([i], most=n) for i, n in enumerate(most, 1)]
     cascade = Cascade(parts, [plan, *ZEROS])
     assert lists(cascade.propose(begun(cascade, *[[4, 4]] * len(budget)), budget, POLICY)) == out
-    assert [part.asked for part in parts] == calls
+    assert [part.requested for part in parts] == calls
     assert drafted_at_most(cascade.k) == sum(plan)
 
 
@@ -83,13 +83,13 @@ def test_the_sources_semantics() -> None:
     for _ in range(19):
         context.append(int(models[0].distribution(context).argmax()))
     assert out == context[2:] + [SIZE - 1] * 10
-    assert last.asked == [{0: (2 + i, 10)} for i in range(20)]
+    assert last.requested == [{0: (2 + i, 10)} for i in range(20)]
     assert (models[0].passes, models[1].passes) == (3, 3 + 13)
-    last.asked.clear()
+    last.requested.clear()
     out = lists(cascade.propose(rows, [8], POLICY))[0]
     assert out == context[2:10], "6 by d1, 2 by d2; a review is never given more draft tokens than it may draft"
     inner = [6, 6, 4, 4, 2, 2, 1]  # of 8 - written so far, one is the reviewer's own
-    assert [n for one in last.asked for _, n in one.values()] == inner
+    assert [n for one in last.requested for _, n in one.values()] == inner
 
 
 class Always(Counted):
@@ -123,7 +123,7 @@ def test_a_row_that_has_ended_is_drafted_for_no_further(reviewed: bool) -> None:
     out = lists(cascade.propose(rows, [6, 6], POLICY))
     assert out[0][:2] == [2, 5] and (not reviewed or len(out[0]) == 2)
     assert out[1] == [2, 2, 2, 2, 3, 3]
-    assert 0 not in last.asked[-1], "the last drafter adds nothing after an end"
+    assert 0 not in last.requested[-1], "the last drafter adds nothing after an end"
 
 
 class Stops(ConstantLength):
@@ -149,7 +149,7 @@ def test_a_policys_stop_ends_a_row_for_later_drafters_and_a_review() -> None:
     out = lists(cascade.propose(begun(cascade, [1], [2]), [64, 64], policy))
     assert [len(tokens) for tokens in out] == [2, 6]
     assert policy.given == [[0, 0], [1, 1], [2, 2], [2, 3], [3, 4]], "the second model counts on where the first ends"
-    assert last.asked == [{1: (6, 1)}]
+    assert last.requested == [{1: (6, 1)}]
     for k in ([[6, 0], [0, 0]], [[6, 0], [0, 1]]):  # a model that is never sure
         cascade = Cascade([model(), Counted([1])], k)
         assert cascade.propose(begun(cascade, [1]), [20], ConfidenceLength(1.0)).num_tokens[0] <= 2

@@ -155,8 +155,8 @@ def test_a_sound_drafter_is_neither_counted_nor_logged(
         def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
             wide = torch.cat([torch.zeros(len(rows), 2), torch.full((len(rows), 5), VOCAB + 99)], 1).long()
             index = torch.tensor([[i, *[-1] * 6] for i in range(len(rows))])
-            laws = torch.full((len(rows), VOCAB), 1 / VOCAB)
-            return Proposal(wide, [min(2, n) for n in budget], laws, index)
+            probs = torch.full((len(rows), VOCAB), 1 / VOCAB)
+            return Proposal(wide, [min(2, n) for n in budget], probs, index)
 
     _, steps, engine = run(TARGET, PROMPTS, params, drafter=Sound(), join_later=1)
     assert (engine.draft_failures, warnings_of(caplog)) == (0, [])
