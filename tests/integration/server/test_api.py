@@ -32,7 +32,7 @@ def library(server: Running) -> foresay.Generator:
 
 
 class TestChat:
-    def asked(self, client: openai.OpenAI, most: int, **body: Any) -> Any:
+    def requested(self, client: openai.OpenAI, most: int, **body: Any) -> Any:
         return client.chat.completions.create(
             model="tiny", messages=TALK, max_tokens=most, **{"temperature": 0, **body}
         )

@@ -111,8 +111,8 @@ def test_a_wrong_file_is_refused(tmp_path: Path) -> None:
     WAS.save(path)
     values = json.loads(path.read_text(encoding="utf-8"))
     changed: list[tuple[dict[str, Any], str]] = [
-        ({"format": "foresay-profile"}, "version 1"),
-        ({"version": 2}, "version 1"),
+        ({"format": "foresay-profile"}, "must be 'foresay-check'"),
+        ({"version": 2}, "version=2"),
         ({"categories": {}}, "categories"),
         ({"categories": {"a": counts | {"passes": 0}}}, "categories.a.passes=0"),
         ({"categories": {"a": counts | {"tokens": 2.5}}}, "categories.a.tokens=2.5"),
