@@ -24,7 +24,7 @@ SHARED = {80: 99 << 10, 90: 227 << 10, "gfx942": 64 << 10}
 """Bytes of shared memory that a program may have: on 8.0 as on the consumer cards of its instructions, 8.6 to 12.0."""
 CHANGES = ("num_tokens", "num_pairs", "shift", "window", "width")
 """Numbers that are no multiples of 16, or not known."""
-INT32 = ("rows", "positions", "slots", "firsts", "ends", "tiles", "pages")
+INT32 = ("rows", "positions", "slots", "firsts", "ends", "tiles", "pages", "counts")
 FLOAT32 = ("sums", "stats", "cosines", "sines", "q_weight", "k_weight", "weight_after", "weight_before")
 NUMBERS = {"scaling", "softcap", "scale", "eps_after", "eps_before", "q_eps", "k_eps"}
 SIZES = {"window", "width", "num_tokens", "size", "outputs", "inputs", "stride", "vocab", "blocks", "shift"}
@@ -64,7 +64,8 @@ def partial_attention(
         "GROUP_PADDED": max(triton.next_power_of_2(group), attention.LINES // tokens),
         "TOKENS": tokens,
     }
-    fixed = {"SPLITS": attention.SPLITS, "NODES": attention.NODES, "HAS_CAP": capped, "HAS_WINDOW": capped}
+    fixed = {"SPLITS": attention.PROMPT_SPLITS if is_prompt else attention.SPLITS, "NODES": attention.NODES}
+    fixed |= {"HAS_CAP": capped, "HAS_WINDOW": capped, "HAS_SINKS": group == 4}
     options = {"num_warps": 8 if is_prompt else 4, "num_stages": attention.stages(2 * dim)}
     return attention._partial, HEADS | {"DIM": dim, "DIM_PADDED": dim} | sizes | fixed, options
 
@@ -74,10 +75,6 @@ KERNELS: list[tuple[Any, ...]] = [
         partial_attention(group, dim, capped, is_prompt)
         for group, dim, capped in ((4, 64, False), (4, 128, False), (3, 128, True), (1, 256, True), (2, 512, False))
         for is_prompt in (False, True)
-    ),
-    *(
-        (attention._combine, {"HEADS": 32, "DIM": 128, "DIM_PADDED": 128, "SPLITS": attention.SPLITS, "HAS_SINKS": on})
-        for on in (False, True)
     ),
     *((rows._add_norm, SUMS[on] | {"BLOCK": 4096, "ADDS": on, "AFTER": on, "BEFORE": True}) for on in (False, True)),
     *(

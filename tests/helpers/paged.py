@@ -24,6 +24,8 @@ from helpers.families import joint_of, whole_product
 
 PAGE = 16
 """Slots of a page in the interpreter, where a longer prompt is more programs."""
+MOST_HEADS = 4
+"""Most key heads of attention that is tried by itself."""
 
 
 def few_programs(monkeypatch: pytest.MonkeyPatch, product: Any = whole_product) -> None:
@@ -106,7 +108,8 @@ def of_rows(
         tree = torch.tensor([[*(one or ()), *[0] * (width - len(one or ()))] for one in parents])
     cache: Any = SimpleNamespace(lengths=list(starts), reserve=lambda row, count: None)
     tokens = PagedTokens.of(ModelInput(ids, list(counts), parents=tree), cache, tile)
-    buffers = Buffers(len(tokens) + padding, pages.int(), tile, num_tiles=tokens.num_tiles if is_prompt else None)
+    tiles = tokens.num_tiles if is_prompt else None
+    buffers = Buffers(len(tokens) + padding, pages.int(), tile, key_heads=MOST_HEADS, num_tiles=tiles)
     buffers.fill(tokens, ids)
     return buffers.visible
 
@@ -122,8 +125,8 @@ def reference(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See attention.attend."""
-    (count, heads, dim), key_heads, out = query.shape, key.shape[1], torch.zeros_like(query)
+    """See attention.attend; the queries are kept."""
+    (count, heads, dim), key_heads, out = query.shape, key.shape[1], query.clone()
     for n in range(count):
         if not at.ends[n]:
             continue

@@ -1,7 +1,7 @@
 """Attention of a flat list of tokens over keys and values in pages, by Triton kernels.
 
 A token's result depends on its own row alone, to the bit: keys are read in pages of fixed size, each of a fixed number of
-programs takes every `SPLITS`-th page of a row, and the results are combined in a fixed order. Other rows, other draft tokens
+programs takes every `SPLITS`-th page of a row, and the last one to end combines the results, in a fixed order. Other rows, other draft tokens
 and the size of the pass change none of it: a page that a token does not see adds exact zeros. Prompts, whose products are a
 library's, have larger tiles, so that a page is read for many tokens at once.
 """
@@ -54,6 +54,8 @@ class Visible:
     """[at most N, 2] int32: first token and number of tokens of each tile, all of one row; (0, 0) after the last."""
     pages: torch.Tensor
     """[rows, P] int32, the page of every PAGE slots of a row."""
+    counts: torch.Tensor
+    """[at least tiles * Hk] int32, programs that have ended of each tile and key head; 0 between passes."""
     tile: int
     """Tokens of a tile, at most; a power of two."""
     is_prompt: bool = False
@@ -88,11 +90,11 @@ def _num_bits(bits):
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["rows", "positions", "firsts", "ends"])
 def _partial(
-    queries, keys, values, pages, rows, positions, firsts, seen, ends, tiles, sums, stats,
+    queries, keys, values, sinks, pages, rows, positions, firsts, seen, ends, tiles, counts, sums, stats,
     scaling, softcap, window, width, num_tokens,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexpr,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, NODES: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin, count = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
@@ -142,40 +144,34 @@ def _partial(
         mass = mass * scale + tl.sum(weights, 1)
         total = total * scale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         top = new_top
-    at = (split * num_tokens + token) * (KEY_HEADS * GROUP) + head * GROUP + member
-    tl.store(stats + at * 2, top, mask=valid)
-    tl.store(stats + at * 2 + 1, mass, mask=valid)
-    tl.store(
-        sums + at[:, None].to(tl.int64) * DIM + depth[None, :], total, mask=valid[:, None] & (depth < DIM)[None, :]
-    )
-
-
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["ends"])
-def _combine(
-    sums, stats, ends, sinks, out, num_tokens,
-    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
-):  # fmt: skip
-    token, head = tl.program_id(0), tl.program_id(1)
-    depth = tl.arange(0, DIM_PADDED)
-    to_out = out + (token.to(tl.int64) * HEADS + head) * DIM + depth
-    if tl.load(ends + token) == 0:
-        tl.store(to_out, tl.zeros([DIM_PADDED], out.dtype.element_ty), mask=depth < DIM)
+    at, apart = token * (KEY_HEADS * GROUP) + head * GROUP + member, num_tokens * (KEY_HEADS * GROUP)
+    own, inside = at + split * apart, valid[:, None] & (depth < DIM)[None, :]
+    tl.store(stats + own * 2, top, mask=valid)
+    tl.store(stats + own * 2 + 1, mass, mask=valid)
+    tl.store(sums + own[:, None].to(tl.int64) * DIM + depth[None, :], total, mask=inside)
+    tl.debug_barrier()  # every thread's stores come before the program is counted
+    counter = counts + tile * KEY_HEADS + head
+    if tl.atomic_add(counter, 1, sem="acq_rel") < SPLITS - 1:
         return
-    top = float("-inf")
+    tl.store(counter, 0)
+    top, mass = tl.full(line.shape, float("-inf"), tl.float32), tl.zeros(line.shape, tl.float32)
     if HAS_SINKS:
-        top = tl.load(sinks + head).to(tl.float32)
-    for split in range(SPLITS):
-        top = tl.maximum(top, tl.load(stats + ((split * num_tokens + token) * HEADS + head) * 2))
-    mass = 0.0
+        top = tl.load(sinks + head * GROUP + member, mask=valid, other=0.0).to(tl.float32)
+        sink = top
+    splits = tl.minimum(SPLITS, end_at)  # the others had no page
+    for one in range(splits):
+        top = tl.maximum(top, tl.load(stats + (at + one * apart) * 2, mask=valid, other=0.0, cache_modifier=".cg"))
     if HAS_SINKS:
-        mass = tl.exp(tl.load(sinks + head).to(tl.float32) - top)
-    total = tl.zeros([DIM_PADDED], tl.float32)
-    for split in range(SPLITS):
-        at = (split * num_tokens + token) * HEADS + head
-        weight = tl.exp(tl.load(stats + at * 2) - top)
-        mass += tl.load(stats + at * 2 + 1) * weight
-        total += tl.load(sums + at.to(tl.int64) * DIM + depth, mask=depth < DIM, other=0.0) * weight
-    tl.store(to_out, (total / mass).to(out.dtype.element_ty), mask=depth < DIM)
+        mass = tl.exp(sink - top)
+    total = tl.zeros([GROUP_PADDED * TOKENS, DIM_PADDED], tl.float32)
+    for one in range(splits):
+        part = at + one * apart
+        weight = tl.exp(tl.load(stats + part * 2, mask=valid, other=0.0, cache_modifier=".cg") - top)
+        mass += tl.load(stats + part * 2 + 1, mask=valid, other=1.0, cache_modifier=".cg") * weight
+        part = part[:, None].to(tl.int64) * DIM + depth[None, :]
+        total += tl.load(sums + part, mask=inside, other=0.0, cache_modifier=".cg") * weight[:, None]
+    total = (total / mass[:, None]).to(queries.dtype.element_ty)
+    tl.store(queries + query_head[:, None] * DIM + depth[None, :], total, mask=inside)
 
 
 def attend(
@@ -189,10 +185,10 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the attention outputs, [N, Hq, D]. queries: [N, Hq, D]. keys, values: [pages, Hk, PAGE, D].
+    """Overwrite the queries by the attention outputs, and return these, [N, Hq, D]. keys, values: [pages, Hk, PAGE, D].
 
     window: positions that a token sees, its own included; None for all. softcap: scores are softcap * tanh(score / softcap).
-    sinks: [Hq], a score of each head that takes weight and has no value. Padding tokens have zeros.
+    sinks: [Hq], a score of each head that takes weight and has no value. Padding tokens stay as they are.
     """
     (count, heads, dim), key_heads = queries.shape, keys.shape[1]
     group, padded = heads // key_heads, max(16, triton.next_power_of_2(dim))
@@ -200,18 +196,14 @@ def attend(
     splits = PROMPT_SPLITS if at.is_prompt else SPLITS
     sums = torch.empty(splits, count, heads, dim, dtype=torch.float32, device=queries.device)
     stats = torch.empty(splits, count, heads, 2, dtype=torch.float32, device=queries.device)
-    out = torch.empty_like(queries)
     tiles = min(len(at.tiles), triton.cdiv(count, at.tile) + len(at.pages) - 1)  # all of a row's but its last are full
     _partial[(tiles, key_heads, splits)](
-        queries, keys, values, at.pages, at.rows, at.positions, at.firsts, at.seen, at.ends, at.tiles, sums, stats,
+        queries, keys, values, queries if sinks is None else sinks, at.pages, at.rows, at.positions, at.firsts, at.seen,
+        at.ends, at.tiles, at.counts, sums, stats,
         scaling, 1.0 if softcap is None else softcap, _NO_WINDOW if window is None else window, at.pages.shape[1], count,
         KEY_HEADS=key_heads, GROUP=group, GROUP_PADDED=group_padded, TOKENS=at.tile, DIM=dim, DIM_PADDED=padded,
         PAGE=PAGE, SPLITS=splits, NODES=NODES,
-        HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, num_warps=8 if at.is_prompt else 4,
-        num_stages=stages(dim * keys.element_size()),
+        HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, HAS_SINKS=sinks is not None,
+        num_warps=8 if at.is_prompt else 4, num_stages=stages(dim * keys.element_size()),
     )  # fmt: skip
-    _combine[(count, heads)](
-        sums, stats, at.ends, queries if sinks is None else sinks, out, count,
-        HEADS=heads, DIM=dim, DIM_PADDED=padded, SPLITS=splits, HAS_SINKS=sinks is not None,
-    )  # fmt: skip
-    return out
+    return queries

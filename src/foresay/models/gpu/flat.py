@@ -113,10 +113,12 @@ class Buffers:
         tile: int,
         features: torch.Tensor | None = None,
         *,
+        key_heads: int,
         num_tiles: int | None = None,
     ) -> None:
         """pages: the table of all rows' pages, [rows, P] int32. tile: tokens per tile of attention. features: [0, F], for passes
-        that read features, too. num_tiles: of the prompts that are read, in a pass of their own; None for other passes."""
+        that read features, too. key_heads: most of a layer. num_tiles: of the prompts that are read, in a pass of their own; None
+        for other passes."""
         device, is_prompt = pages.device, num_tiles is not None
         self.size = size
         self.features = None if features is None else features.new_zeros(size, features.shape[1])
@@ -131,9 +133,10 @@ class Buffers:
         self.tiles = torch.zeros(size if num_tiles is None else num_tiles, 2, dtype=torch.int32, device=device)
         rows, positions, _, firsts, ends, _, _, row_ends, self.indices = self.fields
         """Index of each token among those of its row."""
-        self.visible = Visible(rows, positions, firsts, self._seen, ends, self.tiles, pages, tile, is_prompt)
-        none = torch.zeros_like(self._seen)
-        self.whole = Visible(rows, positions, row_ends, none, row_ends, self.tiles, pages, tile, is_prompt)
+        counts = torch.zeros(len(self.tiles) * key_heads, dtype=torch.int32, device=device)
+        shared = self.tiles, pages, counts, tile, is_prompt
+        self.visible = Visible(rows, positions, firsts, self._seen, ends, *shared)
+        self.whole = Visible(rows, positions, row_ends, torch.zeros_like(self._seen), row_ends, *shared)
         """For tokens that see those of their row after them, too."""
 
     def fill(self, tokens: PagedTokens, token_ids: torch.Tensor, features: torch.Tensor | None = None) -> None:

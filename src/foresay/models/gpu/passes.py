@@ -165,8 +165,12 @@ class PagedPasses:
 
     def buffers(self, size: int, num_tiles: int | None = None) -> Buffers:
         """Return the inputs of passes of a size. num_tiles: see Buffers."""
-        features = self.decoder.like if self.decoder.features else None
-        return Buffers(size, self.table.pages, self._tiles[num_tiles is not None], features, num_tiles=num_tiles)
+        features, heads = (
+            self.decoder.like if self.decoder.features else None,
+            max(one.heads for one in self.decoder.layers),
+        )
+        tile = self._tiles[num_tiles is not None]
+        return Buffers(size, self.table.pages, tile, features, key_heads=heads, num_tiles=num_tiles)
 
     def captured(self, run: Replay) -> Replay:
         """Capture a pass."""

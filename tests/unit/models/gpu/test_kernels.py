@@ -61,9 +61,10 @@ def test_attention_over_pages(case: str) -> None:
     options = dict(options)
     tree, is_prompt = options.pop("tree", False), options.pop("is_prompt", False)
     query, key, value, at = inputs(len(case), sizes, tree, is_prompt)
-    found = attend(query, key, value, at, sizes[2] ** -0.5, **options)
+    found = attend(query.clone(), key, value, at, sizes[2] ** -0.5, **options)
     expected = reference(query, key, value, at, sizes[2] ** -0.5, **options)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert not at.counts.any(), "the next layer counts from 0"
 
 
 def test_tiles_are_powers_of_two_that_fit() -> None:
@@ -76,13 +77,17 @@ def test_tiles_are_powers_of_two_that_fit() -> None:
 
 
 def test_wrong_pages_and_masks_are_found() -> None:
-    """Controls: another page, and all nodes of a tree as ancestors."""
+    """Controls: another page, all nodes of a tree as ancestors, and results that are combined before all programs have ended."""
     query, key, value, at = inputs(3, (4, 1, 16), True)
     expected = reference(query, key, value, at, 0.25)
     every = torch.where(at.seen > 0, (at.ends - at.firsts).long().exp2().long() - 1, 0)
-    for change in ({"pages": at.pages.roll(1, 1)}, {"seen": every}):
-        wrong = Visible(**{name: getattr(at, name) for name in Visible.__slots__} | change)
-        assert (attend(query, key, value, wrong, 0.25) - expected).abs().max() > 1e-2
+    changes: list[dict[str, torch.Tensor]] = [{}, {"pages": at.pages.roll(1, 1)}, {"seen": every}]
+    changes.append({"counts": torch.full_like(at.counts, 2)})
+    for more, change in enumerate(changes):  # values of their own, since memory is used again
+        seen = Visible(**{name: getattr(at, name) for name in Visible.__slots__} | change)
+        found = attend(query.clone(), key, value + more, seen, 0.25)
+        real = (at.ends > 0)[:, None, None]
+        assert torch.allclose(found, torch.where(real, expected + more, query), atol=1e-2) == (not change)
 
 
 def test_a_token_has_the_same_bits_alone_and_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +98,7 @@ def test_a_token_has_the_same_bits_alone_and_among_others(monkeypatch: pytest.Mo
         whole = of_rows([130, 5, 190], [4, 1, 3], [None] * 3, pages, 4)
         generator = torch.Generator().manual_seed(0)
         query, key, value = (torch.randn(*s, 16, generator=generator) for s in ((8, 4), (12, 1, PAGE), (12, 1, PAGE)))
-        together, alone, at = attend(query, key, value, whole, 0.25), [], 0
+        together, alone, at = attend(query.clone(), key, value, whole, 0.25), [], 0
         for row, (start, count) in enumerate(((130, 4), (5, 1), (190, 3))):
             for i in range(count):
                 single = of_rows([start + i], [1], [None], pages[row : row + 1], 4)
