@@ -16,24 +16,27 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from foresay.decoding import sampling_kernels as sampling
+from foresay.decoding import sampling_rows
 from foresay.models.gpu import attention, blocks, chains, experts, product, registers, rows
 from foresay.models.gpu.levels import KINDS
 
 TARGETS = (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64))
 SHARED = {80: 99 << 10, 90: 227 << 10, "gfx942": 64 << 10}
 """Bytes of shared memory that a program may have: on 8.0 as on the consumer cards of its instructions, 8.6 to 12.0."""
-CHANGES = ("num_tokens", "num_pairs", "shift", "window", "width")
+CHANGES = ("num_tokens", "count", "num_pairs", "shift", "window", "width")
 """Numbers that are no multiples of 16, or not known."""
 INT32 = ("rows", "positions", "slots", "firsts", "ends", "tiles", "pages", "counts")
 FLOAT32 = ("sums", "stats", "cosines", "sines", "q_weight", "k_weight", "weight_after", "weight_before")
 NUMBERS = {"scaling", "softcap", "scale", "eps_after", "eps_before", "q_eps", "k_eps"}
-SIZES = {"window", "width", "num_tokens", "size", "outputs", "inputs", "stride", "vocab", "blocks", "shift"}
+SIZES = {"window", "width", "num_tokens", "count", "size", "outputs", "inputs", "stride", "vocab", "blocks", "shift"}
 OF_SAMPLING = {
     **dict.fromkeys(("tops", "masses", "probability", "temperature", "weights", "goals"), "*fp32"),
     **dict.fromkeys(("sums_before", "min_p", "probs"), "*fp32"),
     **dict.fromkeys(("best", "floors", "prefixes", "thresholds"), "*i32"),
     **dict.fromkeys(("tokens", "rows"), "*i64"),
     "uniforms": "*fp64",
+    "numbers": "*fp32",
+    "steps": "*i32",
 }
 """Types of the arguments of the kernels that sample."""
 OF_BLOCKS = {"high": "*u8", "mins": "*u8", "whole": "*fp16", "level_stride": "i32", "num_scales": "i32", "zeros": "*i8"}
@@ -168,6 +171,22 @@ KERNELS: list[tuple[Any, ...]] = [
     (sampling._block_sums, {"SPAN": sampling.SPAN, "BLOCK": 128}),
     *((chains._settle, {"MOST": chains.MOST, "MAPS": maps}) for maps in (False, True)),
     (sampling._inverse, {"BLOCK": 128, "BLOCKS_PADDED": 1024}),
+    *(
+        (
+            sampling_rows._choose,
+            {
+                "BLOCKS": 256,
+                "BLOCK": 128,
+                "SAMPLES": bool(kinds),
+                "BY_K": kinds > 1,
+                "BY_P": kinds > 2,
+                "BY_MIN": kinds > 3,
+            }
+            | {"GREATEST": 3e38},
+            {"num_warps": 16},
+        )
+        for kinds in range(5)
+    ),
 ]
 
 
@@ -189,7 +208,7 @@ def kind_of(kernel: Any, name: str, constants: dict[str, Any]) -> str:
         return "constexpr"
     if "BITS" in constants and name in ("levels", "scales", *OF_BLOCKS):
         return of_blocks(name, constants)
-    tables = {chains: OF_CHAINS, experts: OF_EXPERTS, sampling: OF_SAMPLING}
+    tables = {chains: OF_CHAINS, experts: OF_EXPERTS, sampling: OF_SAMPLING, sampling_rows: OF_SAMPLING}
     own = {module.__name__: table for module, table in tables.items()}.get(kernel.__module__, {})
     if name in own:
         return own[name]

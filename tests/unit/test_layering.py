@@ -23,7 +23,7 @@ ORDER = {
     ),
     "decoding": (
         "sampling_params devices outcome sums state capabilities clock < randomness proposal residuals "
-        "sampling_kernels < rows proposal_checks kernels < penalties truncation < processors < distributions < "
+        "sampling_kernels < sampling_rows rows proposal_checks kernels < penalties truncation < processors < distributions < "
         "stopping passes < draws protocols chains < trees prefill < acceptance < step"
     ),
     "engine": "row_moves prefixes request_keys stats guard admission < chunked_prefill < loop",

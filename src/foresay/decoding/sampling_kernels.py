@@ -172,24 +172,36 @@ def _block_sums(probs, sums, vocab, blocks, SPAN: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
+def block_of(mass, block, uniform):
+    """The block in which a uniform's share of the mass ends, and what is left of it there. mass: of each block, float64."""
+    ends = tl.cumsum(mass, 0)
+    goal = uniform * tl.max(ends, 0)
+    last = tl.max(tl.where(mass > 0, block, 0), 0)
+    chosen = tl.minimum(tl.sum(tl.where(ends <= goal, 1, 0), 0), last)
+    return chosen, goal - tl.sum(tl.where(block == chosen, ends - mass, 0.0), 0)
+
+
+@triton.jit
+def place_in(inner, place, rest, BLOCK: tl.constexpr):
+    """The place in a block at which the rest of a draw ends. inner: the block's probabilities, float64."""
+    index = tl.sum(tl.where(tl.cumsum(inner, 0) <= rest, 1, 0), 0)
+    index = tl.minimum(index, tl.max(tl.where(inner > 0, place, 0), 0))
+    # rounding may leave the rest slightly below zero: then the first positive entry is drawn
+    return tl.maximum(index, tl.min(tl.where(inner > 0, place, BLOCK - 1), 0))
+
+
+@triton.jit
 def _inverse(
     probs, sums, rows, uniforms, tokens, vocab, blocks, BLOCK: tl.constexpr, BLOCKS_PADDED: tl.constexpr
 ):  # fmt: skip
     draw = tl.program_id(0)
     row, block = tl.load(rows + draw), tl.arange(0, BLOCKS_PADDED)
     mass = tl.load(sums + row * blocks + block, mask=block < blocks, other=0.0).to(tl.float64)
-    ends = tl.cumsum(mass, 0)
-    goal = tl.load(uniforms + draw) * tl.max(ends, 0)
-    last = tl.max(tl.where(mass > 0, block, 0), 0)
-    chosen = tl.minimum(tl.sum(tl.where((ends <= goal) & (block < blocks), 1, 0), 0), last)
-    rest = goal - tl.sum(tl.where(block == chosen, ends - mass, 0.0), 0)
+    chosen, rest = block_of(mass, block, tl.load(uniforms + draw))
     place = tl.arange(0, BLOCK)
     at = chosen * BLOCK + place
     inner = tl.load(probs + row * vocab + at, mask=at < vocab, other=0.0).to(tl.float64)
-    index = tl.sum(tl.where(tl.cumsum(inner, 0) <= rest, 1, 0), 0)
-    index = tl.minimum(index, tl.max(tl.where(inner > 0, place, 0), 0))
-    # rounding may leave the rest slightly below zero: then the first positive entry is drawn
-    index = tl.maximum(index, tl.min(tl.where(inner > 0, place, BLOCK - 1), 0))
+    index = place_in(inner, place, rest, BLOCK)
     tl.store(tokens + draw, tl.minimum(chosen * BLOCK + index, vocab - 1).to(tl.int64))
 
 

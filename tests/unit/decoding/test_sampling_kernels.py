@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from foresay.decoding import draws, kernels, sampling_kernels, truncation
+from foresay.decoding import draws, kernels, sampling_kernels, sampling_rows, truncation
 from foresay.decoding.sampling_kernels import Cuts
 from helpers.making import make_rows
 
@@ -86,6 +86,56 @@ def test_the_likeliest_token_is_the_first_of_equals() -> None:
     assert tokens.tolist() == [300, 699, 0, int(scores[3].argmax())]
     expected = scores.softmax(-1).amax(-1)
     torch.testing.assert_close(probability[[0, 3]], expected[[0, 3]])
+
+
+def chosen(scores: torch.Tensor, params: Sequence[dict[str, Any]], greedy: Sequence[int] = ()) -> torch.Tensor:
+    """Tokens that a launch chooses for each of nine uniforms, [9, R]; its distributions are those of the other kernels."""
+    plan = truncation.plan_of(make_rows(*params), scores.device)
+    cuts = Cuts(plan.top_k, plan.top_p, plan.min_p)
+    expected = sampling_kernels.probabilities(scores, plan.temperature, cuts)
+    nothing = (torch.zeros(len(params)), torch.ones(len(params)), torch.zeros(len(params)))
+    limits = [
+        other if own is None else own for own, other in zip((cuts.top_k, cuts.top_p, cuts.min_p), nothing, strict=True)
+    ]
+    takes = torch.tensor([float(i in greedy) for i in range(len(params))])
+    numbers = torch.stack([one.float() for one in (plan.temperature, *limits, takes)])
+    uniforms = torch.tensor([1e-12, 0.1, 0.2, 0.4, 0.5, 0.7, 0.9, 0.99, 1 - 1e-12], dtype=torch.float64)
+    steps, found = torch.zeros(len(params), dtype=torch.int32), []
+    for step in range(len(uniforms)):
+        probs = torch.full_like(expected, torch.nan)
+        kinds = (cuts.top_k is not None, cuts.top_p is not None, cuts.min_p is not None)
+        drawn = sampling_rows.choose(scores, numbers, uniforms.repeat(len(params), 1), steps + step, probs, kinds)
+        assert torch.equal(probs > 0, expected > 0)
+        torch.testing.assert_close(probs, expected, rtol=1e-5, atol=1e-7)
+        rows = torch.arange(len(params))
+        wanted = draws.inverse_cdf(probs, uniforms[step].repeat(len(params)), rows)
+        likeliest, _ = sampling_kernels.likeliest(scores)
+        assert torch.equal(drawn, torch.where(takes > 0, likeliest, wanted))
+        found.append(drawn)
+    nowhere, scores = torch.empty(0), scores.where(scores < 9, torch.nan)
+    likeliest, _ = sampling_kernels.likeliest(scores)
+    assert torch.equal(sampling_rows.choose(scores, numbers, uniforms[None], steps, nowhere, None), likeliest)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("vocab", [61, 700])
+def test_a_launch_draws_what_several_draw(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows together, with equal and excluded scores, and alone. Control: a threshold that one token too many reaches."""
+    torch.manual_seed(vocab)
+    scores = torch.randn(len(PARAMS), vocab) * 4
+    scores[:, 5:9] = scores[:, :1]
+    scores[:, 11] = -torch.inf
+    found = chosen(scores, PARAMS, greedy=[0, 3])
+    assert torch.equal(chosen(scores[1:2], PARAMS[1:2])[:, 0], found[:, 1])
+    assert len(set(found[:, 2].tolist())) > 3
+    known = sampling_rows.choose
+
+    def wrong(scores: torch.Tensor, numbers: torch.Tensor, *given: Any) -> torch.Tensor:
+        return known(scores, numbers + torch.tensor([0.0, 1, 0, 0, 0])[:, None], *given)
+
+    monkeypatch.setattr(sampling_rows, "choose", wrong)
+    with pytest.raises(AssertionError):
+        chosen(scores[1:2], PARAMS[1:2])
 
 
 def test_every_kernel_is_compiled_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:

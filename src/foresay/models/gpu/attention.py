@@ -1,9 +1,9 @@
 """Attention of a flat list of tokens over keys and values in pages, by Triton kernels.
 
 A token's result depends on its own row alone, to the bit: keys are read in pages of fixed size, each of a fixed number of
-programs takes every `SPLITS`-th page of a row, and the last one to end combines the results, in a fixed order. Other rows, other draft tokens
-and the size of the pass change none of it: a page that a token does not see adds exact zeros. Prompts, whose products are a
-library's, have larger tiles, so that a page is read for many tokens at once.
+programs takes every `SPLITS`-th page of a row, and the last one to end combines the results in a fixed order. Other rows, other
+draft tokens and the size of the pass change none of it: a page that a token does not see adds exact zeros. Prompts, whose
+products are a library's, have larger tiles, so that a page is read for many tokens at once.
 """
 
 from __future__ import annotations

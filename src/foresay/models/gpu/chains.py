@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from foresay.decoding import sampling_kernels
+from foresay.decoding import sampling_kernels, sampling_rows
 from foresay.decoding.chains import Drawn, Sampling, widened
 from foresay.decoding.devices import launching_on, moved, to_device
 from foresay.decoding.protocols import Logits, ModelInput
@@ -308,6 +308,8 @@ class BlockChains(_Chains):
 
 def _chosen(state: _Rows, scores: torch.Tensor, kinds: tuple[bool, bool, bool] | None) -> torch.Tensor:
     """Return the index of the chosen score of each row, [R] int64. kinds: see Sampling; None takes the likeliest."""
+    if scores.shape[1] <= sampling_rows.MOST:
+        return sampling_rows.choose(scores, state.numbers, state.uniforms, state.steps, state.probs, kinds)
     likeliest, _ = sampling_kernels.likeliest(scores)
     if kinds is None:
         return likeliest

@@ -9,6 +9,7 @@ import torch
 from transformers.modeling_layers import MtpModel
 
 import foresay
+from foresay.decoding import sampling_rows
 from foresay.decoding.proposal import Proposal
 from foresay.decoding.rows import Rows
 from foresay.drafters import ModelDrafter, model
@@ -122,7 +123,8 @@ def compare(
 )  # one of the rows of SAMPLED is greedy
 @torch.inference_mode()
 def test_chains_are_those_of_single_passes(kind: str, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are captured once for a number of rows."""
+    """Steps are captured once for a number of rows. A model's scores are too many for one launch."""
+    monkeypatch.setattr(sampling_rows, "MOST", 0 if kind == "model" else sampling_rows.MOST)
     found, drafter, target = compare(kind, settings, monkeypatch, enough=None if kind == "model" else 2)
     assert max(max(one.num_tokens) for one in found) == 3
     if kind == "head":
