@@ -140,6 +140,9 @@ class Speculative(Rule):
             verify = match_tree if proposal.distributions is None else speculative_tree
             return verify(target, proposal, streams)
         batch = torch.arange(len(proposal.token_ids), device=proposal.token_ids.device)
+        if not proposal.width:
+            tokens, none = draw(target, streams, Purpose.TARGET)[:, 0], torch.zeros_like(batch)
+            return Verification(none, tokens, none)
         valid = _valid(proposal)
         if target.probs is None and proposal.distributions is None:
             count = _leading((target.greedy_ids[:, : proposal.width] == proposal.token_ids) & valid)

@@ -42,9 +42,12 @@ class TokenLogprob:
     """(token id, log-probability) of the likeliest tokens, the likeliest first."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Step:
-    """One target pass over one row: tokens drafted, accepted and committed."""
+    """One target pass over one row: tokens drafted, accepted and committed. Not changed after it is returned.
+
+    It is not frozen: a frozen one takes 4 us to make instead of 1, for each row of each step.
+    """
 
     request_id: int
     """Id of the row's request."""

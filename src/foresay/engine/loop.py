@@ -210,14 +210,12 @@ class Engine:
             if self.drafter is not None:
                 self.drafter.observe(rows, None, None)
             raise
-        steps = [
-            dataclasses.replace(one, num_cached=row.num_cached) if row.num_new == len(one.token_ids) else one
-            for row, one in zip(rows, steps, strict=True)
-        ]
-        self._step_s = steps[0].total_s
         error = None if self.drafter is None else self.drafter.step_error()
-        if error is not None:
-            steps = [dataclasses.replace(one, draft_error=error) for one in steps]
+        for row, one in zip(rows, steps, strict=True):
+            one.draft_error = error
+            if row.num_new == len(one.token_ids):
+                one.num_cached = row.num_cached
+        self._step_s = steps[0].total_s
         self._retire([s.finish_reason is None for s in steps])
         return self._take_ended() + steps
 
