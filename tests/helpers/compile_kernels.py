@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 
 from foresay.decoding import sampling_kernels as sampling
 from foresay.decoding import sampling_rows
-from foresay.models.gpu import attention, blocks, chains, experts, product, registers, rows
+from foresay.models.gpu import attention, blocks, chains, experts, growth, product, registers, rows
 from foresay.models.gpu.levels import KINDS
 
 TARGETS = (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64))
@@ -44,6 +44,15 @@ OF_CHAINS = {
     **dict.fromkeys(("chosen", "ids", "drawn", "token_ids"), "*i64"),
     **dict.fromkeys(("fields", "steps", "left"), "*i32"),
 }
+OF_GROWTH = {
+    **dict.fromkeys(("ids", "tokens", "numbers", "nodes", "parents", "indices", "bits", "sources"), "*i64"),
+    **dict.fromkeys(("token_ids", "places", "above"), "*i64"),
+    **dict.fromkeys(("paths", "expanded"), "*fp64"),
+    **dict.fromkeys(("fields", "tiles", "depths"), "*i32"),
+    "probs": "*fp32",
+    "rows": "i32",
+}
+TREE = {"BRANCHES": 4, "NODES": 52, "EXPANDED": 16, "TILE": 4}
 OF_EXPERTS = {
     **dict.fromkeys(("selected", "slots", "pairs", "counts"), "*i32"),
     **dict.fromkeys(("num_pairs", "expert_stride", "output_stride", "input_stride"), "i32"),
@@ -170,6 +179,16 @@ KERNELS: list[tuple[Any, ...]] = [
     (sampling._divide, PARTS | {"SPAN": sampling.SPAN}),
     (sampling._block_sums, {"SPAN": sampling.SPAN, "BLOCK": 128}),
     *((chains._settle, {"MOST": chains.MOST, "MAPS": maps}) for maps in (False, True)),
+    *((growth.children, {"BRANCHES": 4, "CHUNK": growth.CHUNK, "MAPS": maps}) for maps in (False, True)),
+    *(
+        (growth.expand, TREE | {"LEVEL": level, "BASE": 4 * level, "BEFORE": 4 * level} | sizes)
+        for level, sizes in (
+            (0, {"LAST": 0, "COUNT": 4, "PADDED": 4, "GROWS": 4}),
+            (1, {"LAST": 4, "COUNT": 16, "PADDED": 16, "GROWS": 4}),
+            (2, {"LAST": 10, "COUNT": 40, "PADDED": 64, "GROWS": 0}),
+        )
+    ),
+    (growth.prune, {"NODES": 252, "PADDED": 256, "MOST": 60, "MOST_PADDED": 64}),
     (sampling._inverse, {"BLOCK": 128, "BLOCKS_PADDED": 1024}),
     *(
         (
@@ -208,7 +227,13 @@ def kind_of(kernel: Any, name: str, constants: dict[str, Any]) -> str:
         return "constexpr"
     if "BITS" in constants and name in ("levels", "scales", *OF_BLOCKS):
         return of_blocks(name, constants)
-    tables = {chains: OF_CHAINS, experts: OF_EXPERTS, sampling: OF_SAMPLING, sampling_rows: OF_SAMPLING}
+    tables = {
+        chains: OF_CHAINS,
+        experts: OF_EXPERTS,
+        sampling: OF_SAMPLING,
+        sampling_rows: OF_SAMPLING,
+        growth: OF_GROWTH,
+    }
     own = {module.__name__: table for module, table in tables.items()}.get(kernel.__module__, {})
     if name in own:
         return own[name]

@@ -6,17 +6,18 @@ number of levels and reads nothing. Tokens are those of drafters/tree.py, which 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import triton
 
 from foresay.decoding.chains import Grown, TreeLimits
 from foresay.decoding.devices import launching_on, to_device
 from foresay.decoding.protocols import ModelInput
+from foresay.models.gpu import growth
 from foresay.models.gpu.attention import NODES, PAGE
 from foresay.models.gpu.chains import after_known
-from foresay.models.gpu.flat import Buffers, size_of
+from foresay.models.gpu.flat import size_of
 from foresay.models.gpu.pages import PagedCache
 from foresay.models.gpu.passes import Outputs, PagedPasses, Replay
 
@@ -53,7 +54,7 @@ class _Shape:
 
 
 class _State:
-    """Inputs and outputs of a graph, at fixed addresses."""
+    """Inputs, nodes and outputs of a graph, at fixed addresses."""
 
     def __init__(self, shape: _Shape, like: torch.Tensor, passes: PagedPasses) -> None:
         """like: [0, H], of the states of `passes`."""
@@ -66,35 +67,21 @@ class _State:
         """Features that the first level reads."""
         self.passes = [passes.buffers(size * count) for count in shape.parents]
         """The inputs of the pass of each level but the last."""
-        self.token_ids = torch.zeros(size, shape.nodes, dtype=torch.int64, device=device)
-        self.parents = torch.zeros_like(self.token_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class _Level:
-    """Nodes of one level, or of several; [R, n] each."""
-
-    token_ids: torch.Tensor
-    parents: torch.Tensor
-    """Index among all nodes, -1 for roots."""
-    scores: torch.Tensor
-    """The product of the draft probabilities along the path, float64."""
-    depths: torch.Tensor
-    """Number of the level, the first one 1."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Expanded:
-    """Nodes that get children, [R, n] each."""
-
-    token_ids: torch.Tensor
-    index: torch.Tensor
-    """Among all nodes."""
-    scores: torch.Tensor
-    above: torch.Tensor
-    """Position of the parent among the nodes expanded on the level before; meaningless on the first level."""
-    bits: torch.Tensor
-    """int64, bit i for the i-th expanded node of the tree if it is on the path, the node itself included."""
+        self.sources = [torch.zeros(size * count, dtype=torch.int64, device=device) for count in shape.parents]
+        """For each token of these passes, the one of the pass before whose features it reads."""
+        depths = [level for level, count in enumerate(shape.candidates, 1) for _ in range(count)]
+        self.depths = to_device(depths, device, torch.int32)
+        self.nodes, self.parents, self.places = torch.zeros(3, size, len(depths), dtype=torch.int64, device=device)
+        """[R, n] each: all nodes, level after level, their parents, -1 for roots, and their places among those that are kept."""
+        self.paths = torch.zeros(size, len(depths), dtype=torch.float64, device=device)
+        """The product of the draft probabilities along the path of each."""
+        expanded = sum(shape.parents)
+        self.expanded = torch.zeros(size, expanded, dtype=torch.float64, device=device)
+        """[R, e], the same of the nodes that got children, level after level."""
+        self.indices, self.bits = torch.zeros(2, size, expanded, dtype=torch.int64, device=device)
+        """Of these, the index among all nodes, and bit i for the i-th of them if it is on the path, the node itself included."""
+        self.token_ids, self.above = torch.zeros(2, size, shape.nodes, dtype=torch.int64, device=device)
+        """The tree: tokens and parents."""
 
 
 class DecoderTrees:
@@ -132,7 +119,7 @@ class DecoderTrees:
             if self._nexts is not None:
                 state.features[: len(rows)] = hidden[self._nexts]
             replay()
-            found = torch.stack([state.token_ids, state.parents])[:, : len(rows), : max(budget)]
+            found = torch.stack([state.token_ids, state.above])[:, : len(rows), : max(budget)]
             if len(rows) < len(budget):
                 every = found.new_zeros(2, len(budget), found.shape[2])
                 every[:, to_device(rows, found.device)] = found
@@ -150,93 +137,49 @@ class DecoderTrees:
     def _run(self, shape: _Shape, state: _State) -> Outputs:
         decoder = self.passes.decoder
         outputs, features = state.outputs, state.features
-        expanded, every = None, []
-        for number in range(shape.levels):
-            base = sum(shape.candidates[:number])
-            every.append(self._children(decoder.scores(outputs), expanded, shape, number + 1))
-            if number == len(shape.parents):
+        for level in range(shape.levels):
+            self._expand(decoder.scores(outputs), shape, state, level)
+            if level == len(shape.parents):
                 break
-            before = sum(shape.parents[:number])
-            expanded = _expanded(every[-1], expanded, base, before, shape.parents[number], shape.branches)
-            at = state.passes[number]
-            self._place(at, state, expanded, before, number)
+            at = state.passes[level]
             if at.features is not None:
-                width = len(features) // shape.rows
-                rows = torch.arange(shape.rows, device=features.device)[:, None] * width
-                above = rows + (expanded.above if number else 0)
-                at.features.copy_(features[above.expand(-1, expanded.index.shape[1]).flatten()])
+                torch.index_select(features, 0, state.sources[level], out=at.features)
             _, hidden = decoder.states(at, self.passes.pool, self._keys)
             outputs = hidden[self._outputs]
             features = outputs if self._nexts is None else hidden[self._nexts]
-        _keep_likeliest(every, state)
+        nodes, most = sum(shape.candidates), shape.nodes
+        growth.prune[(shape.rows,)](
+            state.numbers, state.depths, state.nodes, state.parents, state.paths, state.places, state.token_ids, state.above,
+            shape.rows, NODES=nodes, PADDED=triton.next_power_of_2(nodes), MOST=most,
+            MOST_PADDED=triton.next_power_of_2(most),
+        )  # fmt: skip
         return None, {}
 
-    def _children(self, scores: torch.Tensor, above: _Expanded | None, shape: _Shape, depth: int) -> _Level:
-        """Return the likeliest children of expanded nodes, or of the contexts. scores: [R * n, num_scores]."""
-        found = scores.float().softmax(-1).topk(shape.branches)
-        ids = found.indices if self._token_ids is None else self._token_ids[found.indices]
-        probs = found.values.double().view(shape.rows, -1, shape.branches)
-        if above is None:
-            parents, paths = torch.full_like(probs, -1, dtype=torch.int64), probs
-        else:
-            parents, paths = above.index[:, :, None].expand(probs.shape), probs * above.scores[:, :, None]
-        tokens = ids.view(shape.rows, -1)
-        return _Level(tokens, parents.flatten(1), paths.flatten(1), torch.full_like(tokens, depth))
+    def _expand(self, scores: torch.Tensor, shape: _Shape, state: _State, level: int) -> None:
+        """Add a level of the likeliest children; unless it is the last, its likeliest nodes go to the next pass.
 
-    def _place(self, at: Buffers, state: _State, nodes: _Expanded, before: int, level: int) -> None:
-        """Fill the inputs of a pass over expanded nodes. before: nodes of the tree that were expanded before them."""
-        rows, starts, budget, _ = state.numbers
-        count = nodes.token_ids.shape[1]
-        index = before + torch.arange(count, device=rows.device)
-        real, start = (budget > 0)[:, None], starts[:, None]
-        values = [
-            rows[:, None].expand(-1, count),
-            (start + level).expand(-1, count),
-            torch.where(real, start + index, -1),
-            start.expand(-1, count),
-            torch.where(real, start + before + count, 0).expand(-1, count),
-        ]
-        for field, value in zip(at.fields, values, strict=False):  # rows, positions, slots, firsts, ends
-            field.copy_(value.flatten())
-        at.visible.seen.copy_(nodes.bits.flatten())
-        at.token_ids.copy_(nodes.token_ids.flatten())
-        firsts = torch.arange(0, count, at.visible.tile, device=rows.device)
-        begins = torch.arange(len(rows), device=rows.device)[:, None] * count + firsts
-        sizes = torch.where(real, (count - firsts).clamp(max=at.visible.tile), 0)
-        at.tiles[: begins.numel()] = torch.stack([begins, sizes], -1).flatten(0, 1).int()
-
-
-def _expanded(level: _Level, above: _Expanded | None, base: int, before: int, count: int, branches: int) -> _Expanded:
-    """Return the `count` most probable nodes of a level, in their order.
-
-    above: the nodes that were expanded on the level before. base, before: number of all nodes, and of expanded ones, on levels
-    before this one.
-    """
-    chosen = level.scores.topk(count).indices.sort(-1).values
-    bits = 1 << (before + torch.arange(count, device=chosen.device)).expand(chosen.shape)
-    parents = chosen // branches
-    if above is not None:
-        bits = bits | above.bits.gather(1, parents)
-    return _Expanded(level.token_ids.gather(1, chosen), base + chosen, level.scores.gather(1, chosen), parents, bits)
-
-
-def _keep_likeliest(levels: Sequence[_Level], state: _State) -> None:
-    """Write the most probable nodes of each row, a parent before its children; of equal ones the earlier are kept."""
-    tokens, parents, scores, depths = (
-        torch.cat([getattr(level, name) for level in levels], 1) for name in _Level.__slots__
-    )
-    _, _, budget, most = state.numbers
-    order = scores.masked_fill(depths > most[:, None], -1.0).sort(dim=-1, descending=True, stable=True).indices
-    ranks = torch.zeros_like(order).scatter_(
-        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
-    )
-    kept = ranks < budget[:, None]
-    place = kept.long().cumsum(-1) - 1
-    last = state.token_ids.shape[1]
-    at = torch.where(kept, place, last)
-    above = torch.where(parents < 0, -1, place.gather(1, parents.clamp(min=0)))
-    for out, values in ((state.token_ids, tokens), (state.parents, above)):
-        out.copy_(values.new_zeros(len(values), last + 1).scatter_(1, at, values)[:, :last])
+        scores: [R * n, num_scores], after the nodes that the level before expanded, or after the contexts.
+        """
+        count, vocab = shape.candidates[level], scores.shape[1]
+        tokens = torch.empty(shape.rows, count, dtype=torch.int64, device=scores.device)
+        probs = torch.empty(shape.rows, count, dtype=torch.float32, device=scores.device)
+        growth.children[(shape.rows * count // shape.branches,)](
+            scores, tokens if self._token_ids is None else self._token_ids, tokens, probs, vocab,
+            BRANCHES=shape.branches, CHUNK=growth.CHUNK, MAPS=self._token_ids is not None,
+        )  # fmt: skip
+        grows, size, tile = 0, 0, 1
+        inputs: list[torch.Tensor] = [tokens] * 5
+        if level < len(shape.parents):
+            at = state.passes[level]
+            grows, size, tile = shape.parents[level], at.size, at.visible.tile
+            inputs = [state.sources[level], at.fields, at.visible.seen, at.token_ids, at.tiles]
+        growth.expand[(shape.rows,)](
+            state.numbers, tokens, probs, state.nodes, state.parents, state.paths, state.expanded, state.indices, state.bits,
+            *inputs, size, shape.rows,
+            LEVEL=level, BASE=sum(shape.candidates[:level]), BEFORE=sum(shape.parents[:level]),
+            LAST=shape.parents[level - 1] if level else 0, COUNT=count, PADDED=triton.next_power_of_2(count),
+            BRANCHES=shape.branches, NODES=sum(shape.candidates), EXPANDED=sum(shape.parents), TILE=tile, GROWS=grows,
+        )  # fmt: skip
 
 
 def _num_nodes(shape: _Shape, budget: int, depth: int) -> int:

@@ -125,6 +125,9 @@ def test_decoding_stays_on_the_device(
     assert engine.draft_failures == 0
     assert {"_partial", "_product"} <= launched.keys()
     assert ("_settle" in launched) == (kind not in ("none", "tree")) and any(drafted) == (kind != "none")
+    assert launched["_choose"] == launched["_settle"], "a token of a draft is chosen in one launch"
+    levels = launched["children"]
+    assert (levels > 0) == (launched["prune"] > 0) == (kind == "tree") and launched["expand"] == levels
 
 
 def test_a_tensor_of_the_host_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

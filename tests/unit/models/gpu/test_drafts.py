@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -180,28 +181,32 @@ def _convolutions_of_another_row(patch: pytest.MonkeyPatch) -> None:
     _buffers(patch, lambda self, _: setattr(self, "indices", torch.full_like(self.indices, 9)))
 
 
+def _expanded(patch: pytest.MonkeyPatch, change: Callable[[Any, int], object]) -> None:
+    """Change a tree's state after each level that gets another one."""
+    known = trees.DecoderTrees._expand
+
+    def expand(self: Any, scores: torch.Tensor, shape: Any, state: Any, level: int) -> None:
+        known(self, scores, shape, state, level)
+        if level < len(state.passes):
+            change(state, level)
+
+    patch.setattr(trees.DecoderTrees, "_expand", expand)
+
+
 def _a_level_at_the_position_before(patch: pytest.MonkeyPatch) -> None:
-    place = trees.DecoderTrees._place
-    patch.setattr(trees.DecoderTrees, "_place", lambda level, *given: place(level, *given[:-1], max(0, given[-1] - 1)))
-
-
-def _expanded(patch: pytest.MonkeyPatch, **changes: Any) -> None:
-    known = trees._expanded
-
-    def expanded(*given: Any) -> Any:
-        out = known(*given)
-        fields = {name: getattr(out, name) for name in ("token_ids", "index", "scores", "above", "bits")}
-        return trees._Expanded(**fields | {name: change(getattr(out, name)) for name, change in changes.items()})
-
-    patch.setattr(trees, "_expanded", expanded)
+    _expanded(patch, lambda state, level: state.passes[level].fields[1].sub_(min(level, 1)))
 
 
 def _nodes_that_do_not_see_their_parents(patch: pytest.MonkeyPatch) -> None:
-    _expanded(patch, bits=torch.ones_like)
+    _expanded(patch, lambda state, level: state.passes[level].visible.seen.fill_(1))
 
 
 def _features_of_another_path(patch: pytest.MonkeyPatch) -> None:
-    _expanded(patch, above=lambda above: above.flip(-1))
+    _expanded(patch, lambda state, level: state.sources[level].copy_(state.sources[level].flip(0)))
+
+
+def _paths_of_their_last_node(patch: pytest.MonkeyPatch) -> None:
+    _expanded(patch, lambda state, level: state.expanded.fill_(1))
 
 
 def _half_positions(patch: pytest.MonkeyPatch) -> None:
@@ -223,6 +228,7 @@ def _norms_of_nothing(patch: pytest.MonkeyPatch) -> None:
         (_a_level_at_the_position_before, "model", 9),
         (_nodes_that_do_not_see_their_parents, "model", 9),
         (_features_of_another_path, "head", 9),
+        (_paths_of_their_last_node, "model", 9),
         (_half_positions, "dense layer", 0),
         (_norms_of_nothing, "dense layer", 0),
     ],
