@@ -24,7 +24,7 @@ ORDER = {
     "decoding": (
         "sampling_params devices outcome sums state capabilities clock < randomness proposal residuals "
         "sampling_kernels < sampling_rows rows proposal_checks kernels < penalties truncation < processors < distributions < "
-        "stopping passes < draws protocols chains < trees prefill < acceptance < step"
+        "stopping passes < draws protocols chains < trees ahead < prefill < acceptance < step"
     ),
     "engine": "row_moves prefixes request_keys stats guard admission < chunked_prefill < loop",
     "models": (

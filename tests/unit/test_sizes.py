@@ -12,9 +12,9 @@ TESTS = Path(__file__).parents[1]
 MOST = {
     ".": 745,
     "cli": 3448,
-    "decoding": 4628,
-    "drafters": 4522,
-    "engine": 1277,
+    "decoding": 4812,
+    "drafters": 4523,
+    "engine": 1284,
     "foresay_lab": 392,
     "foresay_lab/bench": 699,
     "foresay_lab/check": 381,
@@ -31,10 +31,10 @@ MOST = {
     "models": 800,
     "models/cache": 1215,
     "models/cpu": 1833,
-    "models/drafts": 3516,
+    "models/drafts": 3517,
     "models/families": 1179,
     "models/gguf": 2402,
-    "models/gpu": 3201,
+    "models/gpu": 3212,
     "models/huggingface": 3517,
     "models/llama_cpp": 458,
     "models/sources": 4279,
@@ -43,7 +43,7 @@ MOST = {
     "spec": 1325,
     "text": 4926,
     "kernels in C++": 3873,
-    "tests": 60048,
+    "tests": 60228,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

@@ -36,5 +36,8 @@ class Capabilities:
     """Cost of one more token in one row as a fraction of a pass, for ragged passes, if known before any pass is timed."""
     max_rows: int | None = None
     """Maximum number of cache rows; None for no limit."""
+    runs_ahead: bool = False
+    """Passes run next to the host: the last chunk of a prompt returns its scores, and a plain pass begins before the host knows
+    its tokens."""
     own_threads: bool = False
     """Passes run on their own threads, which PyTorch's threads would disturb between passes."""

@@ -6,7 +6,7 @@ stays there: numbers of elements that a condition selects, for example.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,6 +22,22 @@ def moved(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor, of the host or of a device, on a device."""
     is_sent = values.device.type == "cpu" and device.type == "cuda"
     return (values.pin_memory() if is_sent else values).to(device, non_blocking=True)
+
+
+def later(values: torch.Tensor) -> Callable[[], list[Any]]:
+    """Begin to copy values to the host; return a function that waits for them alone, and not for what is requested after them."""
+    if values.device.type != "cuda":
+        return values.tolist
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record(torch.cuda.current_stream(values.device))
+
+    def read() -> list[Any]:
+        copied.synchronize()
+        return host.tolist()
+
+    return read
 
 
 def is_remote(device: torch.device) -> bool:

@@ -51,6 +51,8 @@ class ModelInput:
     """[B, T, F], further input of draft heads, made of the target's hidden states."""
     mtp_layer: int = 0
     """The layer that runs, of several for multi-token prediction."""
+    is_prompt: bool = False
+    """The tokens are a chunk of prompts, in which products may sum in another order than in steps."""
 
     def last_columns(self) -> torch.Tensor:
         """Index of the last real token of each row, [B] int64; 0 for a row without tokens."""
@@ -85,7 +87,8 @@ class ModelInput:
         parents = None if self.parents is None else self.parents[start:end]
         rows = self.token_ids[start:end], self.num_tokens[start:end], self.first_row + start
         features = None if self.features is None else self.features[start:end]
-        return ModelInput(*rows, parents, self.logits, self.hidden_layers, features, self.mtp_layer)
+        how = self.logits, self.hidden_layers
+        return ModelInput(*rows, parents, *how, features, self.mtp_layer, self.is_prompt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from foresay import threads
+from foresay.decoding import ahead
 from foresay.decoding.clock import Clock
-from foresay.decoding.devices import is_remote, moved, to_device
+from foresay.decoding.devices import is_remote, later, moved, to_device
 from foresay.decoding.distributions import Distributions
 from foresay.decoding.outcome import FinishReason, Origin, Step, TokenLogprob
 from foresay.decoding.proposal import Proposal, Verification
@@ -55,21 +56,28 @@ def step(
     proposal = propose(rows, target, cache, drafter, policy, exact=rule.exact)
     clock.mark()
     begin_processors(rows, proposal)
-    starts = list(cache.lengths[: len(rows)])
-    output = score(rows, proposal, target, cache, drafter.hidden_layers if drafter is not None else ())
+    layers = drafter.hidden_layers if drafter is not None else ()
+    found = ahead.ready(rows, cache, layers)
+    starts = [min(length, row.size - 1) for row, length in zip(rows, cache.lengths, strict=False)]
+    output = score(rows, proposal, target, cache, layers, found)
     output = dataclasses.replace(output, starts=tuple(starts))
     clock.mark()
     with threads.all_threads(0 if output.logits is None else output.logits.numel()):
         distributions = output.distributions(rows, proposal)
         streams = rows.streams(target.device, proposal.width)
         verification = rule.verify(distributions, before_failures(proposal, distributions), streams)
+    read = _read(proposal, verification)
+    if drafter is None:
+        ahead.begin(rows, verification.token_ids, target, cache)
     for observer in observers:
         observer(rows, proposal, distributions, verification, output)
-    committed, paths = commit(rows, proposal, verification, output, distributions)
+    committed, paths = commit(rows, read(), proposal, output, distributions)
     rewind(rows, proposal, committed, paths, starts, cache)
     if drafter is not None:
         drafter.observe(rows, verification, output)
     (draft_s, target_s), total_s = clock.parts(), clock.total()
+    if found and not any(proposal.num_tokens):  # the pass began before this step
+        target_s = max(target_s, total_s - draft_s)
     for one in committed:
         one.batch_size, one.draft_s, one.target_s, one.total_s = len(rows), draft_s, target_s, total_s
     policy.observe(rows, committed)
@@ -109,16 +117,24 @@ def begin_processors(rows: Rows, proposal: Proposal) -> None:
 
 
 def score(
-    rows: Rows, proposal: Proposal, target: LanguageModel, cache: KVCache, hidden_layers: tuple[int, ...]
+    rows: Rows,
+    proposal: Proposal,
+    target: LanguageModel,
+    cache: KVCache,
+    hidden_layers: tuple[int, ...],
+    found: Sequence[ahead.Ready | None] = (),
 ) -> ModelOutput:
     """Return the target's scores after each row's last token and after each draft token, [B, 1 + K, V], in one pass.
 
-    Tokens that the cache lacks are fed in the same pass, so that a model that was inactive for a step needs no extra pass.
+    Tokens that the cache lacks are fed in the same pass, so that a model that was inactive for a step needs no extra pass. found:
+    [B], scores that are ready after rows' last tokens, which are not fed then; () for none.
     """
     unseen = [row.size - cache.lengths[i] if row.remaining > 0 else 0 for i, row in enumerate(rows)]
-    counts = [u + n if u else 0 for u, n in zip(unseen, proposal.num_tokens, strict=True)]
+    counts = [u + n if row.remaining > 0 else 0 for u, n, row in zip(unseen, proposal.num_tokens, rows, strict=True)]
+    if found and not any(counts):
+        return ahead.merged(found, None)
     missed, device = max(unseen), target.device
-    if missed <= 1:
+    if missed <= 1 and not found:
         last = to_device([[int(row.tokens[-1])] for row in rows], device)
         token_ids = torch.cat([last, proposal.token_ids], 1) if proposal.width else last
         parents = None if proposal.parents is None else F.pad(proposal.parents + 1, (1, 0), value=-1)
@@ -127,7 +143,7 @@ def score(
     for i, (row, u) in enumerate(zip(rows, unseen, strict=True)):
         late[i, :u] = torch.from_numpy(row.tokens[row.size - u :])
     token_ids = F.pad(moved(late, device), (0, proposal.width))
-    seen = to_device([max(1, u) for u in unseen], device)[:, None]
+    seen = to_device(unseen, device)[:, None]
     columns = seen + torch.arange(proposal.width + 1, device=device)
     token_ids.scatter_(1, columns[:, :-1], proposal.token_ids)
     parents = None
@@ -135,7 +151,8 @@ def score(
         parents = (torch.arange(token_ids.shape[1], device=device) - 1).repeat(len(rows), 1)
         parents.scatter_(1, columns[:, :-1], proposal.parents + seen)
     output = target.forward(ModelInput(token_ids, counts, parents=parents, hidden_layers=hidden_layers), cache)
-    return output.at(columns - 1, [max(0, u - 1) for u in unseen])
+    output = output.at((columns - 1).clamp(min=0), [max(0, u - 1) for u in unseen])
+    return ahead.merged(found, output) if found else output
 
 
 def before_failures(proposal: Proposal, distributions: Distributions) -> Proposal:
@@ -158,15 +175,19 @@ def before_failures(proposal: Proposal, distributions: Distributions) -> Proposa
 
 
 def commit(
-    rows: Rows, proposal: Proposal, verification: Verification, output: ModelOutput, distributions: Distributions
+    rows: Rows,
+    verified: Sequence[RowVerification],
+    proposal: Proposal,
+    output: ModelOutput,
+    distributions: Distributions,
 ) -> tuple[list[Step], list[list[int]]]:
-    """Append the accepted tokens and the extra one, cut at the first stop. Waits for the device once.
+    """Append the accepted tokens and the extra one, cut at the first stop.
 
     Returns the rows' Steps, without times, and the indices of the committed draft tokens in the proposal.
     """
     steps: list[Step] = []
     paths: list[list[int]] = []
-    for i, (row, one) in enumerate(zip(rows, _read(proposal, verification), strict=True)):
+    for i, (row, one) in enumerate(zip(rows, verified, strict=True)):
         error = distributions.failures.get((i, one.path[-1] + 1 if one.path else 0))
         kept, reason = cut(row, [*one.accepted, *([one.extra] if error is None else [])])
         if error is not None and reason is not None:
@@ -194,7 +215,7 @@ def commit(
     return steps, paths
 
 
-class _RowVerification(NamedTuple):
+class RowVerification(NamedTuple):
     """Verification result of one row, on the host."""
 
     accepted: list[int]
@@ -204,9 +225,8 @@ class _RowVerification(NamedTuple):
     num_drafted: int
 
 
-def _read(proposal: Proposal, verification: Verification) -> list[_RowVerification]:
-    """Copy the verification results to the host, in one transfer."""
-    width = proposal.width
+def _read(proposal: Proposal, verification: Verification) -> Callable[[], list[RowVerification]]:
+    """Begin to copy the verification results to the host, in one transfer; return a function that waits for them."""
     columns = [
         verification.num_accepted[:, None],
         verification.token_ids[:, None],
@@ -220,20 +240,25 @@ def _read(proposal: Proposal, verification: Verification) -> list[_RowVerificati
         columns.append(proposal.counts[:, None])
     if proposal.defects is not None:
         columns.append(proposal.defects.rows[:, None])
-    out: list[_RowVerification] = []
-    lines = torch.cat(columns, 1).tolist()
+    lines = later(torch.cat(columns, 1))
+    return lambda: _rows_of(lines(), proposal, is_tree=tree)
+
+
+def _rows_of(lines: list[list[int]], proposal: Proposal, *, is_tree: bool) -> list[RowVerification]:
+    """Return the verification of each row. lines: [B], the numbers that `_read` copied."""
+    width, out = proposal.width, list[RowVerification]()
     if proposal.defects is not None:
         proposal.defects.found = any(line.pop() for line in lines)
     drafted = list(proposal.num_tokens) if proposal.ends is None else [line.pop() for line in lines]
     for line, num_drafted in zip(lines, drafted, strict=True):
         count, extra, num_tested, ids, rest = line[0], line[1], line[2], line[3 : 3 + width], line[3 + width :]
-        if tree:
+        if is_tree:
             path = rest[:count]
             by_depth = Counter(depth for depth in rest[width:] if depth >= 0)
             tested = tuple(by_depth[depth] for depth in range(len(by_depth)))
-            out.append(_RowVerification([ids[column] for column in path], extra, path, tested, num_drafted))
+            out.append(RowVerification([ids[column] for column in path], extra, path, tested, num_drafted))
         else:
-            out.append(_RowVerification(ids[:count], extra, list(range(count)), (1,) * num_tested, num_drafted))
+            out.append(RowVerification(ids[:count], extra, list(range(count)), (1,) * num_tested, num_drafted))
     return out
 
 
@@ -245,7 +270,7 @@ def rewind(
     starts: Sequence[int],
     cache: KVCache,
 ) -> None:
-    """Truncate each cache row to the committed tokens but the last.
+    """Truncate each cache row to the committed tokens but the last, unless the scores after it are ready.
 
     steps, paths: result of `commit`. starts: the cache's lengths before the pass.
     """
@@ -256,7 +281,7 @@ def rewind(
             unseen = row.size - len(step.token_ids) - start
             kept.append([*range(unseen), *(unseen + node for node in path)] if fed else [])
         cache.keep(starts, kept)
-    cache.truncate([row.size - 1 for row in rows])
+    cache.truncate([ahead.cached(row) for row in rows])
 
 
 def cut(row: Row, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:

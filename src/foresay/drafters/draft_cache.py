@@ -17,7 +17,7 @@ import torch
 from foresay.decoding.chains import Drawn, DrawsChains, DrawsTrees, Grown, Sampling, TreeLimits
 from foresay.decoding.devices import moved
 from foresay.decoding.prefill import pending, prefill_chunk
-from foresay.decoding.protocols import KVCache, LanguageModel, Logits, ModelInput, ModelOutput, Move
+from foresay.decoding.protocols import KVCache, LanguageModel, Logits, ModelInput, ModelOutput, Move, lend
 from foresay.decoding.rows import IntArray, Rows, common_prefix
 from foresay.models.vocabulary import VocabularyAdapter
 
@@ -52,6 +52,7 @@ class DraftCache:
     def use_cache_of_target(self, cache: KVCache) -> None:
         """Draft in the target's cache from now on; a cache without keys and values (a recording's) cannot be shared."""
         self._owner = cache if hasattr(cache, "last_writer") else None
+        lend(cache)
         self.reset()
 
     def replace_model(self, make: Callable[[LanguageModel], LanguageModel]) -> None:

@@ -32,6 +32,11 @@ _AGEING = 4
 """A prompt is delayed by others of at most about so many times its own length."""
 
 
+def runs_ahead(target: LanguageModel, cache: KVCache) -> bool:
+    """Return True if a row's last token may be cached before its step: unless a drafter reads or writes the target's cache."""
+    return target.capabilities.runs_ahead and not getattr(cache, "is_lent", False)
+
+
 @runtime_checkable
 class SwapsRows(Protocol):
     """A cache whose rows can be exchanged, so that rows may be prefilled out of order."""
@@ -142,10 +147,11 @@ class ChunkedPrefill:
         self, cache: KVCache, rows: Rows, index: int, hidden_layers: tuple[int, ...], until: int | None, done: int
     ) -> int:
         """Prefill one chunk from a row on, and time it. done: tokens prefilled since the last step, if rows decode."""
+        given, scored = (self._target, cache, rows, index, hidden_layers, until), runs_ahead(self._target, cache)
         if self._clock is None:
-            return prefill_chunk(self._target, cache, rows, index, hidden_layers, until)
+            return prefill_chunk(*given, scored=scored)
         began, chunk = self._clock(), self._chunk()
-        count = prefill_chunk(self._target, cache, rows, index, hidden_layers, until, max(chunk - done, _MIN_CHUNK))
+        count = prefill_chunk(*given, max(chunk - done, _MIN_CHUNK), scored=scored)
         elapsed = self._clock() - began
         old = self._tokens_per_s
         if count >= _MIN_CHUNK or (

@@ -23,7 +23,7 @@ from foresay.decoding.rows import IntArray, Row, Rows, StopCondition
 from foresay.decoding.sampling_params import MAX_SEED, SamplingParams
 from foresay.decoding.step import step
 from foresay.engine.admission import MemoryLimit, check_request, check_trees
-from foresay.engine.chunked_prefill import WAIT_S, ChunkedPrefill
+from foresay.engine.chunked_prefill import WAIT_S, ChunkedPrefill, runs_ahead
 from foresay.engine.guard import GuardedDrafter
 from foresay.engine.prefixes import PrefixStore
 from foresay.engine.request_keys import RequestKeys
@@ -251,7 +251,8 @@ class Engine:
         if self._rows is None:
             items = self._items[: self._decoding]
             able = self.target.capabilities
-            able = dataclasses.replace(able, trees=able.trees and self.rule.trees)
+            ahead = runs_ahead(self.target, self._cache)
+            able = dataclasses.replace(able, trees=able.trees and self.rule.trees, runs_ahead=ahead)
             self._rows = Rows(items, needs=self.rule.needs, capabilities=able)
         return self._rows
 

@@ -15,7 +15,7 @@ from foresay.decoding.prefill import prefill_chunk
 from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.protocols import ModelOutput, Move
 from foresay.decoding.rows import Row, Rows
-from foresay.decoding.step import commit, cut, propose, step
+from foresay.decoding.step import _read, commit, cut, propose, step
 from foresay.lengths import ConstantLength
 from foresay.models.table import TableCache, TableModel
 from helpers.making import make_row
@@ -99,8 +99,11 @@ def committed(
 ) -> Any:
     """The steps of a commit, and the committed draft tokens' indices."""
     verification = Verification(torch.tensor(accepted), torch.tensor(extra), torch.tensor([n + 1 for n in accepted]))
-    output = ModelOutput(torch.zeros(len(rows), 5, 10) if scores is None else scores)
-    return commit(rows, proposal, verification, output, Distributions(torch.zeros(1, 1, dtype=torch.int64)))
+    output, verified = (
+        ModelOutput(torch.zeros(len(rows), 5, 10) if scores is None else scores),
+        _read(proposal, verification),
+    )
+    return commit(rows, verified(), proposal, output, Distributions(torch.zeros(1, 1, dtype=torch.int64)))
 
 
 @pytest.mark.parametrize(

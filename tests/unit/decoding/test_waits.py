@@ -103,9 +103,9 @@ def test_a_step_waits_for_the_device_once(
     """Every two of kind, rule and setting but for trees."""
     reads = []
 
-    def read(proposal: Proposal, verification: Verification) -> list[Any]:
+    def read(proposal: Proposal, verification: Verification) -> Any:
         reads.append(proposal.defects)
-        return [step_module._RowVerification([1], 2, [0], (1,), 1) for _ in proposal.num_tokens]
+        return lambda: [step_module.RowVerification([1], 2, [0], (1,), 1) for _ in proposal.num_tokens]
 
     monkeypatch.setattr(step_module, "_read", read)
     monkeypatch.setattr(kernels, "uses_kernels", lambda device: True)

@@ -22,7 +22,7 @@ from transformers.models.gemma4_unified.modeling_gemma4_unified import Gemma4Uni
 
 from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.devices import is_remote
-from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
+from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput, lend
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.drafts.base import LAST, NEXT, OnLastStates
@@ -197,6 +197,7 @@ class Assistant(OnLastStates):
             found = "in 8 bits (kv_cache_dtype)" if isinstance(cache, _Readable) else "in another layout or not at all"
             raise UnsupportedModelError(f"an assistant reads the target's keys and values, which are kept {found}")
         self._source = cache
+        lend(cache)
         self.forget()
 
     def forget(self) -> None:

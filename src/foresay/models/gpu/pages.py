@@ -155,6 +155,8 @@ class PagedCache:
         """Pages of each row, of which the last ones may be empty."""
         self.last_writer: object | None = None
         """See SlotCache."""
+        self.is_lent = False
+        """True if a draft reads or writes these pages, too: then a row's last token must not be among them between steps."""
         if owner is None:
             finalize(self, _give_all_back, pool, self.pages).atexit = False
 

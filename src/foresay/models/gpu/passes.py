@@ -11,10 +11,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from foresay.checks import gigabytes
-from foresay.decoding.devices import launching_on, moved
+from foresay.decoding.devices import launching_on, moved, to_device
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.models.gpu.attention import PAGE, tokens_per_tile
 from foresay.models.gpu.capture import Capture
@@ -133,10 +134,13 @@ class PagedPasses:
         if not any(model_input.num_tokens):
             return self._empty(model_input)
         scored = model_input.logits is not Logits.NONE
+        is_prompt = model_input.is_prompt or not scored
         with self.pool.lock:
-            columns, (scores, hidden) = self.flat(model_input, cache, scored=scored, captured=scored)
+            columns, (scores, hidden) = self.flat(model_input, cache, scored=scored, captured=not is_prompt)
             states = {layer: in_rows(one, columns, shape) for layer, one in hidden.items()}
-            return (None if scores is None else model_input.scored(in_rows(scores, columns, shape))), states
+            if scores is None or is_prompt:
+                return (None if scores is None else scores[:, None]), states
+            return model_input.scored(in_rows(scores, columns, shape)), states
 
     def flat(
         self, model_input: ModelInput, cache: PagedCache, *, scored: bool, captured: bool
@@ -144,7 +148,8 @@ class PagedPasses:
         """Run one pass; return the index [N] of each real token in the flattened token ids, and the outputs, [N or more, ...].
 
         The outputs of a captured pass are overwritten by the next one, until which the caller holds the pool's lock. scored: True
-        for scores. captured: False for a prompt, whose sums have another order; those of larger passes, too.
+        for scores, in a prompt after each row's last token alone. captured: False for a prompt, whose sums have another order;
+        those of larger passes, too.
         """
         size = size_of(sum(model_input.num_tokens)) if captured else None
         tokens = PagedTokens.of(model_input, cache, self._tiles[size is None])
@@ -153,7 +158,10 @@ class PagedPasses:
             if size is None:
                 buffers = self.buffers(len(tokens), tokens.num_tiles)
                 buffers.fill(tokens, model_input.token_ids, model_input.features)
-                out = self._run(buffers, model_input.hidden_layers, scored)
+                ends = None
+                if model_input.is_prompt and scored:
+                    ends = to_device((np.cumsum(model_input.num_tokens) - 1).clip(0).tolist(), self.table.pages.device)
+                out = self._run(buffers, model_input.hidden_layers, scored, ends)
             else:
                 recording = self._recording(size, model_input.hidden_layers, scored)
                 recording.buffers.fill(tokens, model_input.token_ids, model_input.features)
@@ -186,9 +194,10 @@ class PagedPasses:
             self._recordings[size, hidden, scored] = found
         return found
 
-    def _run(self, buffers: Buffers, hidden: Sequence[int], scored: bool) -> Outputs:
+    def _run(self, buffers: Buffers, hidden: Sequence[int], scored: bool, ends: torch.Tensor | None = None) -> Outputs:
+        """ends: the tokens whose scores are wanted; None for all."""
         states, found = self.decoder.states(buffers, self.pool, hidden)
-        return (self.decoder.scores(states) if scored else None), found
+        return (self.decoder.scores(states if ends is None else states[ends]) if scored else None), found
 
     def _empty(self, model_input: ModelInput) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
         """Return the outputs of a pass in which no row continues: zeros."""

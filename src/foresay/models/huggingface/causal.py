@@ -199,7 +199,7 @@ class CausalModel(TransformersModel, PagedChains):
         own = super().capabilities
         if (pages := self.paged) is None:
             return own
-        more: dict[str, Any] = {"prefill_chunk": PAGED_CHUNK, "max_rows": pages.table.num_rows}
+        more: dict[str, Any] = {"prefill_chunk": PAGED_CHUNK, "max_rows": pages.table.num_rows, "runs_ahead": True}
         return dataclasses.replace(own, ragged=True, prefill_in_any_pieces=False, **more)
 
     def cache_bytes(self, lengths: Sequence[int]) -> int:

@@ -113,9 +113,9 @@ def test_decoding_stays_on_the_device(
 ) -> None:
     drafted: list[Any] = []
 
-    def read(proposal: Proposal, verification: Verification) -> list[Any]:
+    def read(proposal: Proposal, verification: Verification) -> Any:
         drafted.extend(proposal.num_tokens)
-        return [step_module._RowVerification([1], 2, [0], (1,), 1) for _ in proposal.num_tokens]
+        return lambda: [step_module.RowVerification([1], 2, [0], (1,), 1) for _ in proposal.num_tokens]
 
     monkeypatch.setattr(step_module, "_read", read)
     target = on_device("llama")
@@ -143,7 +143,7 @@ def test_launches_of_a_layer(monkeypatch: pytest.MonkeyPatch, launched: Counter[
 
     def counted(whole: tuple[int, ...]) -> Counter[str]:
         monkeypatch.setattr(product, "parts_of", lambda outputs, inputs: 1 if outputs in whole else 4)
-        monkeypatch.setattr(step_module, "_read", lambda *_: [step_module._RowVerification([], 2, [], (), 0)])
+        monkeypatch.setattr(step_module, "_read", lambda *_: lambda: [step_module.RowVerification([], 2, [], (), 0)])
         target = on_device("phi3")
         launched.clear()
         run(target, [[4]], [SamplingParams(max_new_tokens=9, ignore_eos=True)], max_batch_size=1, gamma=0)

@@ -77,7 +77,7 @@ def test_passes_score_as_the_family_s_own_code(kind: str, monkeypatch: pytest.Mo
     ids = torch.randint(0, VOCAB, (2, PAGE + 10))
     parents = torch.tensor([[-1, 0, 0, 1], [-1, 0, -1, 0]])
     inputs = [
-        ModelInput(ids[:, : PAGE + 2], [PAGE + 2, 2], logits=Logits.NONE),
+        ModelInput(ids[:, : PAGE + 2], [PAGE + 2, 2], logits=Logits.LAST, is_prompt=True),
         ModelInput(ids[:, :3], [1, 3], hidden_layers=layers),
         ModelInput(ids[:, 3:7], [4, 4], parents=parents, hidden_layers=layers),
         ModelInput(ids[:, 7:9], [2, 0], logits=Logits.LAST),
