@@ -23,6 +23,8 @@ from foresay.models.gpu.levels import KINDS
 TARGETS = (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64))
 SHARED = {80: 99 << 10, 90: 227 << 10, "gfx942": 64 << 10}
 """Bytes of shared memory that a program may have: on 8.0 as on the consumer cards of its instructions, 8.6 to 12.0."""
+ACCESS = re.compile(r"\b(ld|st|red|atom)\.(?!param)|\bcp\.async\.(?!wait|commit)")
+"""Instructions that read or write memory."""
 CHANGES = ("num_tokens", "count", "num_pairs", "shift", "window", "width")
 """Numbers that are no multiples of 16, or not known."""
 INT32 = ("rows", "positions", "slots", "firsts", "ends", "tiles", "pages", "counts")
@@ -256,6 +258,9 @@ def problem_of(kernel: Any, made: Any, target: GPUTarget) -> str:
     """The problem of a compiled kernel; "" without one."""
     if made.metadata.shared > SHARED[target.arch]:
         return "too much"
+    begin, waits, _ = made.asm.get("ptx", "").partition("griddepcontrol.wait")
+    if target.arch == 90 and "OVERLAPS" in kernel.arg_names and (not waits or ACCESS.search(begin)):
+        return "memory of other kernels is accessed before they have ended"
     if kernel is not attention._partial or target.backend != "cuda" or made.metadata.num_stages == 1:
         return ""
     in_flight = [int(count) for count in re.findall(r"async_wait.*num = (\d+)", made.asm["ttgir"])]
@@ -268,6 +273,8 @@ def main() -> int:
     for target in TARGETS:
         for kernel, fixed, *options in KERNELS:
             constants = fixed | ({"PTX": target.backend == "cuda"} if "PTX" in fixed else {})
+            if "OVERLAPS" in kernel.arg_names:
+                constants |= {"OVERLAPS": target.arch == 90}
             signature = {name: kind_of(kernel, name, constants) for name in kernel.arg_names}
             source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned(kernel, signature))
             how = options[0] if options else {}

@@ -39,7 +39,8 @@ ORDER = {
         "stated orders < family < positions < llama qwen gemma olmo < experts granite lfm2 delta < table"
     ),
     "models/gpu": (
-        "attention product levels registers capture growth < pages rows blocks < flat experts < layers < passes < chains < trees"
+        "overlap levels registers capture growth < attention product < pages rows blocks < flat experts"
+        " < layers < passes < chains < trees"
     ),
     "models/llama_cpp": "binding < cache < model",
     "models/drafts": (

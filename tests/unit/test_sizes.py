@@ -34,7 +34,7 @@ MOST = {
     "models/drafts": 3517,
     "models/families": 1179,
     "models/gguf": 2402,
-    "models/gpu": 3212,
+    "models/gpu": 3270,
     "models/huggingface": 3517,
     "models/llama_cpp": 458,
     "models/sources": 4279,
@@ -43,7 +43,7 @@ MOST = {
     "spec": 1325,
     "text": 4926,
     "kernels in C++": 3873,
-    "tests": 60228,
+    "tests": 60266,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

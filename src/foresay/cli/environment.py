@@ -11,7 +11,7 @@ from difflib import get_close_matches
 import click
 
 PREFIX = "FORESAY_"
-SWITCHES = ("FORESAY_GRAPHS", "FORESAY_NATIVE", "FORESAY_PAGES")
+SWITCHES = ("FORESAY_GRAPHS", "FORESAY_NATIVE", "FORESAY_OVERLAP", "FORESAY_PAGES")
 """Variables that are 0 or 1; any other value is that of an unset one."""
 READ = (
     *SWITCHES,

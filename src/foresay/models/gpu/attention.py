@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from foresay.models.gpu.overlap import overlapping, wait
+
 PAGE = 64
 """Slots of a page."""
 SPLITS = 16
@@ -94,8 +96,9 @@ def _partial(
     scaling, softcap, window, width, num_tokens,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexpr,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, NODES: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    wait(OVERLAPS)
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin, count = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     if count == 0:
@@ -204,6 +207,6 @@ def attend(
         KEY_HEADS=key_heads, GROUP=group, GROUP_PADDED=group_padded, TOKENS=at.tile, DIM=dim, DIM_PADDED=padded,
         PAGE=PAGE, SPLITS=splits, NODES=NODES,
         HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, HAS_SINKS=sinks is not None,
-        num_warps=8 if at.is_prompt else 4, num_stages=stages(dim * keys.element_size()),
+        num_warps=8 if at.is_prompt else 4, num_stages=stages(dim * keys.element_size()), **overlapping(queries.device),
     )  # fmt: skip
     return queries

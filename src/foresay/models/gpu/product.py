@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from foresay.decoding.devices import is_remote
+from foresay.models.gpu.overlap import ask_for, overlapping, wait
 
 GATES = ("silu", "gelu_pytorch_tanh", "gelu")
 """Activations that a gate may have."""
@@ -60,7 +61,7 @@ def activated(x, KIND: tl.constexpr):
 def _product(
     states, weight, sums, bias, num_tokens, outputs, inputs, stride,
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    KIND: tl.constexpr, UNIT: tl.constexpr,
+    KIND: tl.constexpr, UNIT: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     lane, half, size = tl.arange(0, OUTPUTS), OUTPUTS // 2, outputs // 2
     column = tl.program_id(1) * OUTPUTS + lane
@@ -70,6 +71,10 @@ def _product(
     part, token = tl.program_id(2), tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     share = ((inputs + UNIT - 1) // UNIT + PARTS - 1) // PARTS * UNIT
     total = tl.zeros([OUTPUTS, TOKENS], tl.float32)
+    if OVERLAPS:
+        line = tl.minimum(part * share + tl.arange(0, 4) * (INNER // 2), inputs - 1)
+        ask_for(weight + tl.minimum(column, outputs - 1)[:, None].to(tl.int64) * inputs + line[None, :])
+    wait(OVERLAPS)
     for begin in range(part * share, tl.minimum((part + 1) * share, inputs), INNER):
         at = begin + tl.arange(0, INNER)
         x = tl.load(
@@ -204,7 +209,7 @@ def _sums_of(
     _product[(triton.cdiv(count, side), triton.cdiv(outputs, LONG), parts)](
         states, weight, sums.parts, sums.parts if own is None else own, count, outputs, inputs, states.stride(0),
         TOKENS=side, OUTPUTS=LONG, INNER=INNER * 128 // max(side, 128), PARTS=parts, HAS_BIAS=own is not None,
-        KIND=-1 if gate is None else gate, UNIT=INNER, num_warps=8 if side > 128 else 4,
+        KIND=-1 if gate is None else gate, UNIT=INNER, num_warps=8 if side > 128 else 4, **overlapping(states.device),
     )  # fmt: skip
     return sums
 

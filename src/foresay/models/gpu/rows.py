@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from foresay.models.gpu.attention import PAGE
+from foresay.models.gpu.overlap import overlapping, wait
 from foresay.models.gpu.product import GATES, Sums, activated, total_of
 
 
@@ -24,8 +25,9 @@ def _normed(x, weight, offsets, inside, size, eps):
 def _add_norm(
     states, sums, bias, weight_after, weight_before, out, scale, eps_after, eps_before, num_tokens, size,
     BLOCK: tl.constexpr, ADDS: tl.constexpr, AFTER: tl.constexpr, BEFORE: tl.constexpr,
-    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    wait(OVERLAPS)
     token, offsets = tl.program_id(0), tl.arange(0, BLOCK)
     inside, at = offsets < size, token.to(tl.int64) * size + offsets
     x = tl.load(states + at, mask=inside, other=0.0).to(tl.float32)
@@ -48,8 +50,9 @@ def _place(
     q_eps, k_eps, num_tokens, width,
     QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
     ROTATED: tl.constexpr, PAGE: tl.constexpr, NORMS: tl.constexpr, EQUAL: tl.constexpr, UNIT: tl.constexpr,
-    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    wait(OVERLAPS)
     token, head = tl.program_id(0), tl.program_id(1)
     slot, depth = tl.load(slots + token), tl.arange(0, DIM_PADDED)
     dtype: tl.constexpr = queries.dtype.element_ty
@@ -131,7 +134,7 @@ def add_norm(
     _add_norm[(count,)](
         states, *sums.tensors, first[0], second[0], out, scale, first[1], second[1], count, size,
         BLOCK=triton.next_power_of_2(size), ADDS=delta is not None, AFTER=after is not None, BEFORE=before is not None,
-        **sums.constants,
+        **sums.constants, **overlapping(states.device),
     )  # fmt: skip
     return out
 
@@ -171,7 +174,7 @@ def place(
         first[1], second[1], count, pages.shape[1],
         QUERY_HEADS=query_heads, KEY_HEADS=key_heads, DIM=dim, DIM_PADDED=triton.next_power_of_2(dim),
         ROTATED=0 if turns is None else cosines.shape[1], PAGE=PAGE, NORMS=norms is not None,
-        EQUAL=equal, UNIT=unit, **sums.constants,
+        EQUAL=equal, UNIT=unit, **sums.constants, **overlapping(keys.device),
     )  # fmt: skip
     return queries
 

@@ -95,7 +95,9 @@ def test_fewer_passes_are_captured_than_made(model: CausalModel) -> None:
     assert model.paged is not None
     for prompt in ([1, 2], [3] * (PAGE - 1)):
         run(model, [prompt], ONE)
-    assert model.paged.captures == 1 and model.paged.replays == 2 * (NEW - 1), "the first tokens come of the prompts' passes"
+    assert model.paged.captures == 1 and model.paged.replays == 2 * (NEW - 1), (
+        "the first tokens come of the prompts' passes"
+    )
 
 
 @torch.inference_mode()
