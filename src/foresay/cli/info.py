@@ -166,7 +166,7 @@ def _same_bits(model: CausalModel | Seq2SeqModel) -> str:
     if isinstance(model, CausalModel) and model.paged is not None:
         if not model.reproducible:
             return f"no: reproducible=False lets a library multiply. {where}"
-        return "in passes of up to 512 tokens; prompts that are prefilled together, and larger passes, have another order of sums"
+        return "in passes of up to 512 tokens; prompts, with the scores after them, and larger passes have another order of sums"
     return f"no: only compiled kernels guarantee them. {where}"
 
 

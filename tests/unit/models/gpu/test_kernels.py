@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from triton.runtime import interpreter
 
-from foresay.models.gpu import attention, product, rows
+from foresay.models.gpu import attention, overlap, product, rows
 from foresay.models.gpu.attention import PAGE, Visible, attend
 from helpers.paged import of_rows, reference, sum_products_in_order
 
@@ -242,3 +242,23 @@ def test_gates(name: str, function: Callable[[torch.Tensor], torch.Tensor]) -> N
     assert found is not None and torch.equal(found, expected), "by the product's own kernel: the same bits"
     other = product.gated_product(states, weight.roll(1, 0), bias, name)
     assert other is not None and not torch.allclose(other, expected)
+
+
+def test_kernels_overlap_on_request_where_the_device_can(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu = torch.device("cuda:0")
+
+    def options(device: torch.device, switch: str, capability: int) -> dict[str, bool]:
+        monkeypatch.setenv(overlap.SWITCH, switch)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (capability, 0))
+        overlap.overlapping.cache_clear()
+        try:
+            return overlap.overlapping(device)
+        finally:
+            overlap.overlapping.cache_clear()
+
+    assert options(gpu, "1", 9) == {"OVERLAPS": True, "launch_pdl": True}
+    nothing = {"OVERLAPS": False}
+    assert options(torch.device("cpu"), "1", 9) == options(gpu, "0", 9) == nothing and not caplog.records
+    assert options(gpu, "1", 8) == nothing and "needs compute capability 9.0" in caplog.text
