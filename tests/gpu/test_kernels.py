@@ -73,7 +73,7 @@ def test_probabilities_and_draws_are_those_of_the_operations(device: str) -> Non
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_quantized_products(kind: str, device: str) -> None:
     from foresay.models.gpu.blocks import BlockProduct
-    from foresay.models.gpu.levels import Levels
+    from foresay.models.levels import Levels
 
     generator = np.random.default_rng(0)
     weight = generator.normal(size=(96, 512 if device == "cuda" else 64)).astype(np.float32)

@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from foresay.decoding import sampling_kernels as sampling
 from foresay.decoding import sampling_rows
 from foresay.models.gpu import attention, blocks, chains, experts, growth, product, registers, rows
-from foresay.models.gpu.levels import KINDS
+from foresay.models.levels import KINDS
 
 TARGETS = (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64))
 SHARED = {80: 99 << 10, 90: 227 << 10, "gfx942": 64 << 10}
@@ -147,20 +147,19 @@ KERNELS: list[tuple[Any, ...]] = [
                 "TOKENS": tokens,
                 "OUTPUTS": product.LONG,
                 "INNER": 128,
-            },
+            }
+            | how,
         )
-        for first, tokens in ((True, 16), (False, 64))
-    ),
-    *(
-        (
-            experts._grouped_levels,
-            {"ACTIVE": 8, "OF_TOKENS": first, "HAS_BIAS": first, "TOKENS": tokens, "OUTPUTS": product.LONG}
-            | {"QUAD": registers.QUAD, "PTX": None}
-            | {"GROUP": group, "BITS": bits, "ZERO": zero, "SHARED": shared, "PER": 1, "HAS_ZEROS": False}
-            | {"HAS_MINS": kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"), "FLOATS": kind == "MXFP4"},
-        )
-        for kind, (bits, group, zero, shared) in KINDS.items()
         for first, tokens in ((True, experts.TOKENS), (False, experts.PROMPT_TOKENS))
+        for how in (
+            experts._NUMBERS,
+            *(
+                {"GROUP": group, "BITS": bits, "ZERO": zero, "SHARED": shared, "PER": 1, "HAS_ZEROS": False}
+                | {"HAS_MINS": kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"), "FLOATS": kind == "MXFP4"}
+                | {"QUAD": registers.QUAD, "PTX": None}
+                for kind, (bits, group, zero, shared) in KINDS.items()
+            ),
+        )
     ),
     *((experts._clamped, {"BLOCK": 1024, "ALTERNATES": on}) for on in (False, True)),
     (experts._mix, {"ACTIVE": 8, "BLOCK": 1024}),
@@ -213,7 +212,7 @@ KERNELS: list[tuple[Any, ...]] = [
 
 def of_blocks(name: str, constants: dict[str, Any]) -> str:
     """The type of an argument of kernels over quantized weights. Scales of floats of 4 bits are exponents."""
-    if name == "levels":
+    if name in ("levels", "weight"):
         return "*i8" if constants["BITS"] == 8 else "*i16"
     if name == "mins" and not constants["SHARED"]:
         return "*fp16"
@@ -227,7 +226,7 @@ def of_blocks(name: str, constants: dict[str, Any]) -> str:
 def kind_of(kernel: Any, name: str, constants: dict[str, Any]) -> str:
     if name in constants:
         return "constexpr"
-    if "BITS" in constants and name in ("levels", "scales", *OF_BLOCKS):
+    if constants.get("BITS") and name in ("levels", "weight", "scales", *OF_BLOCKS):
         return of_blocks(name, constants)
     tables = {
         chains: OF_CHAINS,
@@ -272,7 +271,7 @@ def main() -> int:
     failed = 0
     for target in TARGETS:
         for kernel, fixed, *options in KERNELS:
-            constants = fixed | ({"PTX": target.backend == "cuda"} if "PTX" in fixed else {})
+            constants = fixed | ({"PTX": target.backend == "cuda"} if fixed.get("PTX", 0) is None else {})
             if "OVERLAPS" in kernel.arg_names:
                 constants |= {"OVERLAPS": target.arch == 90}
             signature = {name: kind_of(kernel, name, constants) for name in kernel.arg_names}

@@ -29,6 +29,7 @@ EXTRAS = {
     "foresay/integrations/lm_eval": "eval",
     "foresay/models/gpu": "gpu",
     "foresay/decoding/sampling_kernels": "gpu",
+    "foresay/decoding/sampling_rows": "gpu",
     "foresay/models/llama_cpp": "llamacpp",
     "foresay_lab/data": "lab",
     "foresay_lab/report": "lab",

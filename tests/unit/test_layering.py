@@ -28,7 +28,7 @@ ORDER = {
     ),
     "engine": "row_moves prefixes request_keys stats guard admission < chunked_prefill < loop",
     "models": (
-        "vocabulary table recording cache layer < cpu families < hardware < gpu < huggingface < gguf drafts llama_cpp "
+        "vocabulary table recording cache layer levels < cpu families < hardware < gpu < huggingface < gguf drafts llama_cpp "
         "< sources"
     ),
     "models/cache": "memory snapshots < stores < slot_cache < recurrent_cache state_cache",
@@ -39,7 +39,7 @@ ORDER = {
         "stated orders < family < positions < llama qwen gemma olmo < experts granite lfm2 delta < table"
     ),
     "models/gpu": (
-        "overlap levels registers capture growth < attention product < pages rows blocks < flat experts"
+        "overlap registers capture growth < attention product < pages rows blocks < flat experts"
         " < layers < passes < chains < trees"
     ),
     "models/llama_cpp": "binding < cache < model",

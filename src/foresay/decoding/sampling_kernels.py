@@ -183,7 +183,7 @@ def block_of(mass, block, uniform):
 
 @triton.jit
 def place_in(inner, place, rest, BLOCK: tl.constexpr):
-    """The place in a block at which the rest of a draw ends. inner: the block's probabilities, float64."""
+    """The index in a block at which the rest of a draw ends. inner: the block's probabilities, float64."""
     index = tl.sum(tl.where(tl.cumsum(inner, 0) <= rest, 1, 0), 0)
     index = tl.minimum(index, tl.max(tl.where(inner > 0, place, 0), 0))
     # rounding may leave the rest slightly below zero: then the first positive entry is drawn

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -95,9 +95,9 @@ def propose(
     if drafter is None:
         return Proposal.empty(len(rows), target.device)
     budget = [max(0, min(n, row.remaining - 1)) for n, row in zip(policy.budget(rows), rows, strict=True)]
-    if isinstance(cache, FeedsAgain):
+    if hasattr(cache, "shortened"):  # a FeedsAgain; isinstance would take 15 us
         free = [len(rows) > 1 and (rows.needs.ignores_drafts or (exact and row.params.greedy)) for row in rows]
-        budget = cache.shortened(budget, [row.size for row in rows], free)
+        budget = cast(FeedsAgain, cache).shortened(budget, [row.size for row in rows], free)
     return drafter.propose(rows, budget, policy) if any(budget) else Proposal.empty(len(rows), target.device)
 
 

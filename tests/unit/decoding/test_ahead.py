@@ -1,4 +1,4 @@
-"""Steps that find their scores ready return what steps with passes of their own do, and the host asks for fewer passes."""
+"""Steps that find their scores ready return what steps with passes of their own do, in fewer passes."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_pass_begins_before_the_last_one_is_read(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_step_is_done_again_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an observer, and where memory ends in a pass that begins early."""
+    """An observer fails, and memory ends in a pass that begins early."""
     wanted, _ = decoded(Early(), "plain", {})
     begin, calls = ahead.begin, list[int]()
 

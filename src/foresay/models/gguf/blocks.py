@@ -141,7 +141,7 @@ class FileWeights:
     def _on_gpu(self, names: Sequence[str], bias: torch.Tensor | None, device: torch.device) -> Any | None:
         """Return the product of weights of which some are in types that the kernels read; the others are numbers in it."""
         from foresay.models.gpu.blocks import BlockProduct, NumberProduct, StackedProduct
-        from foresay.models.gpu.levels import KINDS, Levels
+        from foresay.models.levels import KINDS, Levels
 
         stored = [one for one in map(self._stored, names) if one is not None]
         if len(stored) < len(names) or not any(one.kind in KINDS for one in stored):
@@ -173,7 +173,7 @@ class FileWeights:
         if device is None or None in stored or not FAMILIES[self.config.model_type].has_experts:
             return None
         from foresay.models.gpu.blocks import BlockProduct, stacked_experts
-        from foresay.models.gpu.levels import KINDS, Levels
+        from foresay.models.levels import KINDS, Levels
 
         kinds = [one.kind for one in stored if one is not None]
         if len(set(kinds[:-1])) > 1 or not {*kinds} <= KINDS.keys():

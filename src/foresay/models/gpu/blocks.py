@@ -20,11 +20,11 @@ import triton
 import triton.language as tl
 
 from foresay.decoding.devices import is_remote, launching_on
-from foresay.models.gpu.levels import DOUBLED, Levels
 from foresay.models.gpu.product import LONG, MOST, TOKENS, Sums, empty_sums, equal, parts_of, product
 from foresay.models.gpu.product import SIDES as ALL_SIDES
-from foresay.models.gpu.registers import QUAD, weights_of_group, words_of_step
+from foresay.models.gpu.registers import QUAD, add_step
 from foresay.models.layer import StackedExperts
+from foresay.models.levels import DOUBLED, Levels
 
 SIDES = ALL_SIDES[:3]
 """Tokens of a tile where all of them give the same bits: as of other products, but those for which registers do not suffice."""
@@ -49,23 +49,11 @@ def _product(
     share = (steps + PARTS - 1) // PARTS
     total = tl.zeros([OUTPUTS, TOKENS], tl.float32)
     for step in range(part * share, tl.minimum((part + 1) * share, steps)):
-        low, upper = words_of_step(levels, high, column, step, level_stride, GROUP, BITS)
-        for index in tl.static_range(QUAD):
-            group = step * QUAD + index
-            at = group * GROUP + tl.arange(0, GROUP)
-            x = tl.load(
-                states + token[None, :].to(tl.int64) * stride + at[:, None],
-                mask=(token < num_tokens)[None, :] & (at < inputs)[:, None],
-                other=0.0,
-            )
-            level, scale, least = weights_of_group(
-                low, upper, levels, scales, zeros, mins, whole, column, group, index, inputs, level_stride, num_scales,
-                GROUP, BITS, ZERO, PER, SHARED, HAS_ZEROS, HAS_MINS, FLOATS, x.dtype, PTX,
-            )  # fmt: skip
-            total += tl.dot(level, x, input_precision="ieee") * scale[:, None]
-            if HAS_MINS:  # the sums of the tokens, as the tensor cores lay them out
-                ones = tl.full(level.shape, 1.0, x.dtype)
-                total -= tl.dot(ones, x, input_precision="ieee") * least[:, None]
+        total = add_step(
+            total, states, token.to(tl.int64) * stride, token < num_tokens, levels, high, scales, zeros, mins, whole,
+            column, step, inputs, level_stride, num_scales,
+            GROUP, BITS, ZERO, PER, SHARED, HAS_ZEROS, HAS_MINS, FLOATS, PTX, QUAD,
+        )  # fmt: skip
     column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     if HAS_BIAS:
         total += tl.load(bias + column, mask=column < outputs, other=0.0).to(tl.float32)[:, None]

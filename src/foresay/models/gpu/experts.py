@@ -14,7 +14,7 @@ import triton.language as tl
 
 from foresay.models.gpu.blocks import BlockProduct
 from foresay.models.gpu.product import INNER, LONG
-from foresay.models.gpu.registers import weights_of_group, words_of_step
+from foresay.models.gpu.registers import add_step
 from foresay.models.gpu.rows import gated
 from foresay.models.layer import ClampedGate, Experts, Sigmoids, StackedExperts
 
@@ -22,6 +22,9 @@ TOKENS, PROMPT_TOKENS = 16, 64
 """Tokens of a tile of an expert, in a step and in a prompt."""
 _CHUNK = 1024
 """Selections that are compared at once."""
+_NUMBERS = dict.fromkeys(("GROUP", "BITS", "ZERO", "PER", "SHARED", "QUAD"), 0)
+_NUMBERS |= dict.fromkeys(("HAS_ZEROS", "HAS_MINS", "FLOATS", "PTX"), False)
+"""`BlockProduct.constants` of weights that are numbers."""
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_pairs"], do_not_specialize_on_alignment=["slots"])
@@ -43,75 +46,42 @@ def _list(selected, slots, pairs, counts, num_pairs, num_tokens, ACTIVE: tl.cons
 @triton.jit(do_not_specialize=["num_tokens"])
 def _grouped(
     states, weight, bias, pairs, counts, out, num_tokens, outputs, inputs, expert_stride, output_stride, input_stride,
-    ACTIVE: tl.constexpr, OF_TOKENS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr,
-):  # fmt: skip
-    column, expert = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.program_id(1).to(tl.int64)
-    inner, count = tl.arange(0, INNER), tl.load(counts + expert)
-    for start in range(0, count, TOKENS):
-        place = start + tl.arange(0, TOKENS)
-        valid = place < count
-        pair = tl.load(pairs + expert * num_tokens + place, mask=valid, other=0).to(tl.int64)
-        row = pair // ACTIVE if OF_TOKENS else pair
-        total = tl.zeros([OUTPUTS, TOKENS], tl.float32)
-        for step in range((inputs + INNER - 1) // INNER):
-            at = step * INNER + inner
-            x = tl.load(
-                states + row[None, :] * inputs + at[:, None], mask=valid[None, :] & (at < inputs)[:, None], other=0.0
-            )
-            w = tl.load(
-                weight + expert * expert_stride + column[:, None].to(tl.int64) * output_stride
-                + at[None, :].to(tl.int64) * input_stride,
-                mask=(column < outputs)[:, None] & (at < inputs)[None, :],
-                other=0.0,
-            )  # fmt: skip
-            total += tl.dot(w, x, input_precision="ieee")
-        if HAS_BIAS:
-            total += tl.load(bias + expert * outputs + column, mask=column < outputs, other=0.0).to(tl.float32)[:, None]
-        tl.store(
-            out + pair[None, :] * outputs + column[:, None],
-            total.to(out.dtype.element_ty),
-            mask=valid[None, :] & (column < outputs)[:, None],
-        )
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _grouped_levels(
-    states, levels, high, scales, zeros, mins, whole, bias, pairs, counts, out, num_tokens, outputs,
-    inputs, level_stride, num_scales,
+    high, scales, zeros, mins, whole, level_stride, num_scales,
     ACTIVE: tl.constexpr, OF_TOKENS: tl.constexpr, HAS_BIAS: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr,
-    GROUP: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, PER: tl.constexpr, SHARED: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, HAS_MINS: tl.constexpr, FLOATS: tl.constexpr, QUAD: tl.constexpr, PTX: tl.constexpr,
+    INNER: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, PER: tl.constexpr,
+    SHARED: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_MINS: tl.constexpr, FLOATS: tl.constexpr, QUAD: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
-    """As `_grouped`, over quantized weights."""
+    """The products of the tokens of each expert. GROUP: of quantized weights, whose levels are `weight`; 0 for numbers."""
     column, expert = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.program_id(1).to(tl.int64)
     row_of_all = expert * outputs + tl.minimum(column, outputs - 1)  # padding repeats the last one, and is not stored
-    count = tl.load(counts + expert)
-    steps = ((inputs + GROUP - 1) // GROUP + QUAD - 1) // QUAD
+    inner, count = tl.arange(0, INNER), tl.load(counts + expert)
+    unit: tl.constexpr = GROUP * QUAD if GROUP > 0 else INNER
     for start in range(0, count, TOKENS):
         place = start + tl.arange(0, TOKENS)
         valid = place < count
         pair = tl.load(pairs + expert * num_tokens + place, mask=valid, other=0).to(tl.int64)
-        row = pair // ACTIVE if OF_TOKENS else pair
+        begins = (pair // ACTIVE if OF_TOKENS else pair) * inputs
         total = tl.zeros([OUTPUTS, TOKENS], tl.float32)
-        for step in range(steps):
-            low, upper = words_of_step(levels, high, row_of_all, step, level_stride, GROUP, BITS)
-            for index in tl.static_range(QUAD):
-                group = step * QUAD + index
-                at = group * GROUP + tl.arange(0, GROUP)
-                x = tl.load(
-                    states + row[None, :] * inputs + at[:, None],
-                    mask=valid[None, :] & (at < inputs)[:, None],
-                    other=0.0,
-                )
-                level, scale, least = weights_of_group(
-                    low, upper, levels, scales, zeros, mins, whole, row_of_all, group, index, inputs, level_stride, num_scales,
-                    GROUP, BITS, ZERO, PER, SHARED, HAS_ZEROS, HAS_MINS, FLOATS, x.dtype, PTX,
+        for step in range((inputs + unit - 1) // unit):
+            if GROUP > 0:
+                total = add_step(
+                    total, states, begins, valid, weight, high, scales, zeros, mins, whole, row_of_all, step, inputs,
+                    level_stride, num_scales,
+                    GROUP, BITS, ZERO, PER, SHARED, HAS_ZEROS, HAS_MINS, FLOATS, PTX, QUAD,
                 )  # fmt: skip
-                total += tl.dot(level, x, input_precision="ieee") * scale[:, None]
-                if HAS_MINS:
-                    ones = tl.full(level.shape, 1.0, x.dtype)
-                    total -= tl.dot(ones, x, input_precision="ieee") * least[:, None]
+            else:
+                at = step * INNER + inner
+                x = tl.load(
+                    states + begins[None, :] + at[:, None], mask=valid[None, :] & (at < inputs)[:, None], other=0.0
+                )
+                w = tl.load(
+                    weight + expert * expert_stride + column[:, None].to(tl.int64) * output_stride
+                    + at[None, :].to(tl.int64) * input_stride,
+                    mask=(column < outputs)[:, None] & (at < inputs)[None, :],
+                    other=0.0,
+                )  # fmt: skip
+                total += tl.dot(w, x, input_precision="ieee")
         if HAS_BIAS:
             total += tl.load(bias + expert * outputs + column, mask=column < outputs, other=0.0).to(tl.float32)[:, None]
         tl.store(
@@ -211,21 +181,22 @@ def _multiply(
 ) -> torch.Tensor:
     """Return each selection's product, [N * k, outputs]; zeros for padding. weight: see StackedExperts."""
     pairs, counts, tokens = lists
+    num_experts, count = pairs.shape
     if isinstance(weight, BlockProduct):
-        num_experts, outputs = len(counts), weight.out_features // len(counts)
-        out = states.new_zeros(pairs.shape[1] * active, outputs)
-        _grouped_levels[(triton.cdiv(outputs, LONG), num_experts)](
-            states, *weight.tensors, counts if bias is None else bias, pairs, counts, out, pairs.shape[1], outputs,
-            *weight.sizes, ACTIVE=active, OF_TOKENS=of_tokens, HAS_BIAS=bias is not None, TOKENS=tokens, OUTPUTS=LONG,
-            **weight.constants,
-        )  # fmt: skip
-        return out
-    num_experts, outputs, inputs = weight.shape
-    out = states.new_zeros(pairs.shape[1] * active, outputs)
+        levels, *rest = weight.tensors
+        outputs, strides, (inputs, *sizes), how = (
+            weight.out_features // num_experts,
+            (0, 0, 0),
+            weight.sizes,
+            weight.constants,
+        )
+    else:
+        levels, rest, (_, outputs, inputs), strides, sizes = weight, [weight] * 5, weight.shape, weight.stride(), [0, 0]
+        how = _NUMBERS
+    out = states.new_zeros(count * active, outputs)
     _grouped[(triton.cdiv(outputs, LONG), num_experts)](
-        states, weight, weight if bias is None else bias, pairs, counts, out, pairs.shape[1], outputs, inputs,
-        *weight.stride(), ACTIVE=active, OF_TOKENS=of_tokens, HAS_BIAS=bias is not None,
-        TOKENS=tokens, OUTPUTS=LONG, INNER=INNER,
+        states, levels, levels if bias is None else bias, pairs, counts, out, count, outputs, inputs, *strides, *rest, *sizes,
+        ACTIVE=active, OF_TOKENS=of_tokens, HAS_BIAS=bias is not None, TOKENS=tokens, OUTPUTS=LONG, INNER=INNER, **how,
     )  # fmt: skip
     return out
 

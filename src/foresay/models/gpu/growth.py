@@ -1,7 +1,7 @@
 """The steps by which trees of likeliest continuations grow, in one launch each, by Triton kernels.
 
-The children of a level's contexts, their place in the tree and in the next pass, and the choice of those that are kept. Nodes are
-in the order of their levels; of equal scores the earlier node counts as the likelier.
+A level's children are found, added to the tree and to the next pass, and at the end the likeliest nodes are kept. Nodes are in
+the order of their levels; of equal scores the earlier node counts as the likelier.
 """
 
 from __future__ import annotations

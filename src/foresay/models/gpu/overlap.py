@@ -1,7 +1,7 @@
 """Kernels that begin while the one before them ends: programmatic dependent launch, compute capability 9.0 and newer.
 
-A kernel waits before it reads or writes what others do. Before that it asks for its first weights, which no kernel writes, so
-that the memory works while the last programs of the kernel before end.
+A kernel waits before it reads or writes what others do. Before that it prefetches its first weights, which no kernel writes,
+so that the memory works while the last programs of the kernel before end.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def wait(OVERLAPS: tl.constexpr):
 
 
 @triton.jit
-def ask_for(pointers):
-    """Ask for the cache lines at some addresses."""
+def prefetch(pointers):
+    """Prefetch the cache lines at some addresses into the L2."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
     )

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from foresay.decoding.devices import is_remote
-from foresay.models.gpu.overlap import ask_for, overlapping, wait
+from foresay.models.gpu.overlap import overlapping, prefetch, wait
 
 GATES = ("silu", "gelu_pytorch_tanh", "gelu")
 """Activations that a gate may have."""
@@ -73,7 +73,7 @@ def _product(
     total = tl.zeros([OUTPUTS, TOKENS], tl.float32)
     if OVERLAPS:
         line = tl.minimum(part * share + tl.arange(0, 4) * (INNER // 2), inputs - 1)
-        ask_for(weight + tl.minimum(column, outputs - 1)[:, None].to(tl.int64) * inputs + line[None, :])
+        prefetch(weight + tl.minimum(column, outputs - 1)[:, None].to(tl.int64) * inputs + line[None, :])
     wait(OVERLAPS)
     for begin in range(part * share, tl.minimum((part + 1) * share, inputs), INNER):
         at = begin + tl.arange(0, INNER)

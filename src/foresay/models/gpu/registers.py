@@ -137,3 +137,29 @@ def weights_of_group(
         if SHARED > 0:
             least *= tl.load(whole + shared + 1).to(tl.float32)
     return level.to(DTYPE), scale, least
+
+
+@triton.jit
+def add_step(
+    total, states, begins, valid, levels, high, scales, zeros, mins, whole, column, step, inputs, level_stride, num_scales,
+    GROUP: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, PER: tl.constexpr, SHARED: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, HAS_MINS: tl.constexpr, FLOATS: tl.constexpr, PTX: tl.constexpr, QUAD: tl.constexpr,
+):  # fmt: skip
+    """Add the products of the groups of a step to the totals of some columns and tokens, [C, T] float32.
+
+    begins, valid: [T], where the inputs of each token begin, and whether there is one. The rest: see weights_of_group.
+    """
+    low, upper = words_of_step(levels, high, column, step, level_stride, GROUP, BITS)
+    for index in tl.static_range(QUAD):
+        group = step * QUAD + index
+        at = group * GROUP + tl.arange(0, GROUP)
+        x = tl.load(states + begins[None, :] + at[:, None], mask=valid[None, :] & (at < inputs)[:, None], other=0.0)
+        level, scale, least = weights_of_group(
+            low, upper, levels, scales, zeros, mins, whole, column, group, index, inputs, level_stride, num_scales,
+            GROUP, BITS, ZERO, PER, SHARED, HAS_ZEROS, HAS_MINS, FLOATS, x.dtype, PTX,
+        )  # fmt: skip
+        total += tl.dot(level, x, input_precision="ieee") * scale[:, None]
+        if HAS_MINS:  # the sums of the tokens, as the tensor cores lay them out
+            ones = tl.full(level.shape, 1.0, x.dtype)
+            total -= tl.dot(ones, x, input_precision="ieee") * least[:, None]
+    return total

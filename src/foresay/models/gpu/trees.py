@@ -72,14 +72,14 @@ class _State:
         depths = [level for level, count in enumerate(shape.candidates, 1) for _ in range(count)]
         self.depths = to_device(depths, device, torch.int32)
         self.nodes, self.parents, self.places = torch.zeros(3, size, len(depths), dtype=torch.int64, device=device)
-        """[R, n] each: all nodes, level after level, their parents, -1 for roots, and their places among those that are kept."""
+        """[R, n] each: all nodes, level after level, their parents, -1 for roots, and their indices among those that are kept."""
         self.paths = torch.zeros(size, len(depths), dtype=torch.float64, device=device)
         """The product of the draft probabilities along the path of each."""
         expanded = sum(shape.parents)
         self.expanded = torch.zeros(size, expanded, dtype=torch.float64, device=device)
         """[R, e], the same of the nodes that got children, level after level."""
         self.indices, self.bits = torch.zeros(2, size, expanded, dtype=torch.int64, device=device)
-        """Of these, the index among all nodes, and bit i for the i-th of them if it is on the path, the node itself included."""
+        """[R, e] each: the index of these among all nodes, and bit i for the i-th of them on the path, the node's own included."""
         self.token_ids, self.above = torch.zeros(2, size, shape.nodes, dtype=torch.int64, device=device)
         """The tree: tokens and parents."""
 

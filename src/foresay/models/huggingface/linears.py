@@ -220,7 +220,7 @@ def quantizer(bits: int, hardware: Hardware = CPU) -> MakeProduct:
 def _on_gpu(bits: int, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     """Return a product with the rounding that CPUs have."""
     from foresay.models.gpu.blocks import BlockProduct
-    from foresay.models.gpu.levels import Levels
+    from foresay.models.levels import Levels
 
     is_int8 = bits == 8 or weight.shape[1] % GROUP
     data = (q8_0_blocks if is_int8 else q4_1_blocks)(weight.cpu())

@@ -17,10 +17,10 @@ from transformers.core_model_loading import ConversionOps
 from foresay.models.cpu.product import NativeProduct
 from foresay.models.families.table import family_of
 from foresay.models.gguf.types import MOST_EXPONENT
-from foresay.models.gpu.levels import Levels
 from foresay.models.hardware import Hardware
 from foresay.models.huggingface.frozen import FrozenExperts
 from foresay.models.layer import ClampedGate
+from foresay.models.levels import Levels
 from foresay.models.sources.kept_weights import Reader, kept, reader
 
 _FORMAT = "MXFP4"

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from foresay.models.cpu.product import NativeProduct, Product
-from foresay.models.gpu.levels import E4M3, Levels
 from foresay.models.hardware import Hardware
 from foresay.models.huggingface.frozen import FrozenLinear
 from foresay.models.huggingface.linears import JOINT_LAYERS, replace_jointly
+from foresay.models.levels import E4M3, Levels
 from foresay.models.sources.kept_weights import Reader, kept, reader
 from foresay.models.sources.multimodal import own_name
 from foresay.models.sources.quantized_facts import LISTS

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 
 from foresay.models.gpu import blocks, experts, product
 from foresay.models.gpu.blocks import BlockProduct, ExpertProduct, StackedProduct
-from foresay.models.gpu.levels import E4M3, KINDS, Levels
 from foresay.models.huggingface import linears
 from foresay.models.layer import ClampedGate, Experts, StackedExperts
+from foresay.models.levels import E4M3, KINDS, Levels
 from helpers.gguf_files import random_blocks
 
 CPU = torch.device("cpu")

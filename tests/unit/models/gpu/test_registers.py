@@ -10,7 +10,7 @@ import torch
 
 from foresay.models.gpu import blocks, product, registers
 from foresay.models.gpu.blocks import BlockProduct
-from foresay.models.gpu.levels import Levels
+from foresay.models.levels import Levels
 from helpers.gguf_files import random_blocks
 
 CPU = torch.device("cpu")
