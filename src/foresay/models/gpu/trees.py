@@ -79,7 +79,7 @@ class _State:
         self.expanded = torch.zeros(size, expanded, dtype=torch.float64, device=device)
         """[R, e], the same of the nodes that got children, level after level."""
         self.indices, self.bits = torch.zeros(2, size, expanded, dtype=torch.int64, device=device)
-        """[R, e] each: the index of these among all nodes, and bit i for the i-th of them on the path, the node's own included."""
+        """[R, e] each: their index among all nodes, and bit i for the i-th of them on the path, the node's own included."""
         self.token_ids, self.above = torch.zeros(2, size, shape.nodes, dtype=torch.int64, device=device)
         """The tree: tokens and parents."""
 
