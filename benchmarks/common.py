@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -140,19 +141,30 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def measured(
-    parts: Mapping[str, Callable[[], Figures]], only: Sequence[str] | None, publish: Callable[..., int]
+    parts: Mapping[str, Callable[[], Figures]],
+    only: Sequence[str] | None,
+    publish: Callable[..., int],
+    *,
+    part: Callable[[Figures], object] = lambda figures: None,
+    until: float = math.inf,
 ) -> int:
-    """Run the parts in order and publish their figures; after a failure those that were measured before it."""
+    """Run the parts in order and publish their figures; after a failure those that were measured before it.
+
+    part: called after each part with all figures so far. until: value of perf_counter() after which parts are left out.
+    """
     figures: Figures = {}
     try:
         for name in (name for name in parts if only is None or name in only):
-            began = perf_counter()
+            if (began := perf_counter()) > until:
+                log(f"{name}: left out, no time is left")
+                continue
             log(name)
             found = parts[name]()
             figures |= found
             for key, value in found.items():
                 log(f"  {key}: {shown(value)}")
             log(f"  ({perf_counter() - began:.0f} s)")
+            part(figures)
     finally:
         code = publish(figures)
     return code
@@ -166,17 +178,19 @@ def publish(
     legend: Legend,
     model: str = f"{MODEL} in bf16",
     text: Sequence[str] = (),
+    last: bool = True,
 ) -> int:
     """Write a section of RESULTS.md if `--write` was given, and print the figures as one JSON object. Returns 0.
 
-    text: paragraphs and tables after the table of figures.
+    text: paragraphs and tables after the table of figures. last: false before all are measured, when nothing is printed.
     """
     if args.write and figures:
         section = args.section or name
         body = [f"### benchmarks/{name}.py", environment(model), figure_table(figures, legend), *text]
         write_section(RESULTS, section, "\n\n".join(part for part in body if part))
     rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in figures.items()}
-    log(json.dumps(rounded))
+    if last:
+        log(json.dumps(rounded))
     return 0
 
 

@@ -1,15 +1,17 @@
 """Decoding steps on a GPU, over a model of real shapes with random weights, as ratios to a plain step and to their floors.
 
-    python benchmarks/gpu.py [--only PART ...] [--small] [--device cuda|cpu] [--steps N] [--write]
+    python benchmarks/gpu.py [--only PART ...] [--small] [--device cuda|cpu] [--steps N] [--seconds N] [--out FILE] [--write]
 
 The target has the shapes of Llama-3.1-8B in bf16, with joined layers as loaded checkpoints have them; drafts have one layer of
 its shape and 32,000 tokens. Random models agree by chance alone, so that a step with drafts is one draft, one pass of the target
-and one token; `known` drafts the target's own text instead. FORESAY_PAGES=0 runs passes as PyTorch operations.
+and one token; `known` drafts the target's own text instead. FORESAY_PAGES=0 runs passes as PyTorch operations. A step takes
+from read to read by the host's clock, ratios are those of sums over runs in turns, and figures are written after each part.
 `--small` uses shapes that fit anywhere; it is the default without a GPU.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import sys
@@ -17,22 +19,26 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 from common import Figures, arguments, filled, measured, parsed, pass_seconds, publish, random_prompt
+from gpu_baselines import baselines
+from gpu_bits import same_bits, same_drafts
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import foresay
 from foresay.decoding.acceptance import make_rule
 from foresay.decoding.outcome import Step
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import LengthPolicy, Logits, ModelInput
-from foresay.decoding.rows import Rows
+from foresay.decoding.protocols import LengthPolicy, ModelInput
+from foresay.decoding.rows import Row, Rows
 from foresay.drafters.hidden_states import BlockDrafter, HeadDrafter
 from foresay.drafters.stateless import Stateless
+from foresay.drafters.suffix import SuffixDrafter, SuffixState
 from foresay.engine import Engine
 from foresay.generation.load import change
 from foresay.lengths import ConstantLength
@@ -44,12 +50,13 @@ from foresay_lab.measure.roofline import floor
 from foresay_lab.training.new_drafts import DraftShape, new_draft
 from foresay_lab.training.outputs import Text
 
+BEGAN = perf_counter()
 Timed = tuple[float, list[Step]]
 """Seconds of a step, and what each row got."""
 SKIPPED = 4
 """First steps of a run that are not measured."""
 ROWS = (1, 8, 32)
-SAMPLED = {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "seed": 1}
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "seed": 1}
 LEGEND = {
     "weights_gb": ("weights, GB", ""),
     "bandwidth_gb_per_s": ("memory bandwidth, GB/s", ""),
@@ -59,7 +66,20 @@ LEGEND = {
     "long_step_over_floor": ("plain step after 15,000 tokens, the same", "<= 1.3"),
     "captures_after_warm_up": ("passes captured in the second identical call", "0"),
     "tokens8_over_1": ("pass over 8 tokens / over 1", "<= 1.15"),
-    "same_bits_share": ("rows whose scores have the same bits alone and in passes over 16 to 512 tokens", "1"),
+    "same_bits_share": (
+        "tokens whose scores have the same bits alone and in chains, passes over 16 to 512 tokens",
+        "1",
+    ),
+    "same_bits_tree_share": ("the same, first tokens of trees", "1"),
+    "same_bits_nodes_share": ("the same, nodes of trees on the path to the last one", ""),
+    "same_drafts_head_share": ("sampled drafts of a head with the same bits alone and among up to 31 rows", "1"),
+    "same_drafts_tree_share": ("trees of a head, greedy, the same", "1"),
+    "compiled_ms_1": ("plain step by torch.compile over a static cache, whose bits are not fixed, 1 row, ms", ""),
+    "plain_over_compiled_1": ("plain step / the same", "<= 1.1"),
+    "products_ms_1": ("matrix products of a pass by cuBLAS alone, 1 row, ms", ""),
+    "plain_over_products_1": ("plain step / the same", ""),
+    "products_ms_32": ("matrix products of a pass by cuBLAS alone, 32 rows, ms", ""),
+    "plain_over_products_32": ("plain step / the same", ""),
     "same_bits_cost_1": ("plain step / the same with cuBLAS's products, 1 row", "<= 1.1"),
     "same_bits_cost_32": ("the same, 32 rows", "<= 1.1"),
     "ttft_512_ms": ("first token of a prompt of 512 tokens, ms", "<= 15"),
@@ -70,6 +90,7 @@ LEGEND = {
     "head5_draft_ms_8": ("the same, 8 rows", "<= 2"),
     "head5_draft_ms_32": ("the same, 32 rows", "<= 3"),
     "head5_sampled_draft_ms_1": ("the same, sampled, 1 row", "<= 1.6"),
+    "head5_sampled_step_over_plain_1": ("step with 5 sampled tokens of a head / greedy plain step, 1 row", ""),
     "head5_step_over_plain_1": ("step with 5 tokens of a head / plain step, 1 row", "<= 1.35"),
     "head5_step_over_plain_8": ("the same, 8 rows", "<= 1.45"),
     "head5_step_over_plain_32": ("the same, 32 rows", "<= 1.7"),
@@ -141,6 +162,13 @@ class Known(Stateless):
         return Proposal.of_lists(drafts, torch.device("cpu"))
 
 
+class NeverRight(SuffixDrafter):
+    """Drafts other tokens than those after a match, since random models repeat themselves."""
+
+    def draft_tokens(self, row: Row, state: SuffixState, count: int) -> list[int]:
+        return [token ^ 1 for token in super().draft_tokens(row, state, count)]
+
+
 class Measure:
     """Steps of one target with several drafters."""
 
@@ -170,16 +198,26 @@ class Measure:
     def _draft(self) -> DraftShape:
         return DraftShape(vocabulary_size=self.shape.drafted, block_size=8)
 
+    def engine(self, rows: int, drafter: Any = None, gamma: int = 0, **more: Any) -> Engine:
+        return Engine(self.model, drafter, make_rule("speculative"), ConstantLength(gamma), max_batch_size=rows, **more)
+
+    def submit(self, engine: Engine, rows: int, context: int = 512, new: int = 1000, **params: Any) -> None:
+        """Submit requests with prompts of `context` tokens, which are read one after the other."""
+        size = context if self.shape is LARGE else min(context, self.shape.long)
+        given = foresay.SamplingParams(max_new_tokens=new, **params)
+        for first in random_prompt(rows, torch.device("cpu"), self.shape.vocabulary)[:, 0].tolist():
+            engine.submit([(first + i) % self.shape.vocabulary for i in range(size)], given)
+
     def run(self, rows: int, drafter: Any = None, gamma: int = 0, context: int = 512, **params: Any) -> list[Timed]:
         """The steps of a batch whose prompts were read before; without the first ones. Each takes from read to read."""
-        size = context if self.shape is LARGE else min(context, self.shape.long)
-        engine = Engine(self.model, drafter, make_rule("speculative"), ConstantLength(gamma), max_batch_size=rows)
-        given = foresay.SamplingParams(max_new_tokens=1000, **params)  # rows begin one after the other
-        for prompt in random_prompt(rows, torch.device("cpu"), self.shape.vocabulary)[:, :1].tolist():
-            engine.submit([(prompt[0] + i) % self.shape.vocabulary for i in range(size)], given)
+        return self.timed(self.engine(rows, drafter, gamma), rows, context, **params)
+
+    def timed(self, engine: Engine, rows: int, context: int = 512, longer: int = 1, **params: Any) -> list[Timed]:
+        """See `run`. longer: times as many steps."""
+        self.submit(engine, rows, context, **params)
         out: list[Timed] = []
         before = perf_counter()
-        while len(out) < self.steps + SKIPPED and engine.has_work:
+        while len(out) < longer * self.steps + SKIPPED and engine.has_work:
             found = engine.step()
             before, began = perf_counter(), before
             if len(found) == rows:
@@ -197,18 +235,18 @@ class Measure:
     def _ms(self, steps: Sequence[Timed]) -> float:
         return 1e3 * statistics.fmean(seconds for seconds, _ in steps)
 
+    def in_turns(self, rows: int, other: Callable[[], list[Timed]]) -> tuple[list[Timed], list[Timed]]:
+        """Plain steps and others: three runs of each in turns, after one of each in which passes are captured."""
+        self.run(rows), other()
+        each = [(self.run(rows), other()) for _ in range(3)]
+        return [one for plain, _ in each for one in plain], [one for _, own in each for one in own]
+
     def with_plain(
         self, rows: int, make: Callable[[], Any] = lambda: None, gamma: int = 0, **more: Any
     ) -> tuple[float, float, float]:
-        """Milliseconds of a plain step, of a step and of its drafting, in turns: means over three runs each."""
-        self.step_ms(rows), self.step_ms(rows, make, gamma, **more)
-        each = [(self.run(rows), self.run(rows, make(), gamma, **more)) for _ in range(3)]
-        plain, own = ([one for pair in each for one in pair[i]] for i in (0, 1))
+        """Milliseconds of a plain step, of a step and of its drafting: means over all steps of runs in turns."""
+        plain, own = self.in_turns(rows, lambda: self.run(rows, make(), gamma, **more))
         return self._ms(plain), self._ms(own), 1e3 * statistics.fmean(one[0].draft_s for _, one in own)
-
-    @cache  # noqa: B019
-    def plain_ms(self, rows: int) -> float:
-        return self.step_ms(rows)[0]
 
     def vocabulary(self) -> int:
         return int(self.model.vocab_size)
@@ -217,7 +255,7 @@ class Measure:
         return HeadDrafter(self.head(), self.vocabulary(), nodes=nodes)
 
     def plain_steps(self) -> Figures:
-        one, many, long = self.plain_ms(1), self.plain_ms(32), self.step_ms(1, context=self.shape.long)[0]
+        one, many, long = self.step_ms(1)[0], self.step_ms(32)[0], self.step_ms(1, context=self.shape.long)[0]
         captures = getattr(self.model.paged, "captures", 0)
         self.run(32)
         more = getattr(self.model.paged, "captures", 0) - captures
@@ -245,24 +283,22 @@ class Measure:
 
         pass_seconds(given, 16, wait)
         one, eight = pass_seconds(given, self.steps, wait)
-        same = [self.same_bits(rows, width) for rows, width in ((8, 2), (32, 2), (32, 6), (32, 16))]
-        return {"tokens8_over_1": eight / one, "same_bits_share": statistics.fmean(same)}
+        return {"tokens8_over_1": eight / one}
 
-    def same_bits(self, rows: int, width: int) -> float:
-        """Share of rows whose first token has the same scores alone as in a pass of all rows, after prompts read alone."""
-        prompt = random_prompt(rows, self.device, 1000)
-        whole = self.model.new_cache()
-        whole.add_rows(rows)
-        for i in range(rows):
-            one = ModelInput(prompt[i : i + 1], [prompt.shape[1]], first_row=i, logits=Logits.NONE)
-            self.model.forward(one, whole)
-        ids, same = prompt[:, :width].contiguous(), 0
-        together = self.model.forward(ModelInput(ids, [width] * rows), whole).scores()
-        for i in range(rows):
-            cache = filled(self.model, prompt[i : i + 1])
-            alone = self.model.forward(ModelInput(ids[i : i + 1, :1], [1]), cache).scores()
-            same += torch.equal(alone[0, 0], together[i, 0])
-        return same / rows
+    def bits(self) -> Figures:
+        """Prompts are read one by one, as in the engine: those that are read together have another order of sums."""
+        out = same_bits(self.model, self.device)
+        for kind, gamma, nodes, params in (("head", 5, 0, SAMPLED), ("tree", 15, 15, {})):
+            engines = {rows: partial(self.engine, rows, self.head_drafter(nodes), gamma) for rows in (1, 32)}
+            submit = partial(self.submit, new=32, **params)
+            out[f"same_drafts_{kind}_share"] = same_drafts(engines, submit)
+        return out
+
+    def baselines(self) -> Figures:
+        context = min(512, self.shape.long)
+        return baselines(
+            self.model.model.config, self.device, context, self.steps, lambda rows: self._ms(self.run(rows))
+        )
 
     def library_products(self) -> Figures:
         """Products of small passes by cuBLAS, in which a token's bits depend on the others."""
@@ -284,7 +320,7 @@ class Measure:
         for name, size in (("ttft_512_ms", 512), ("ttft_15000_ms", self.shape.long)):
             took = []
             for run in range(3):
-                engine = Engine(self.model, None, make_rule("speculative"), ConstantLength(0), max_batch_size=1)
+                engine = self.engine(1)
                 prompt = [(run + 7 * i) % self.shape.vocabulary for i in range(size)]
                 engine.submit(prompt, foresay.SamplingParams(max_new_tokens=2))
                 began = perf_counter()
@@ -295,7 +331,7 @@ class Measure:
         return out
 
     def sampling(self) -> Figures:
-        each = {rows: self.with_plain(rows, **SAMPLED) for rows in (1, 32)}  # type: ignore[arg-type]
+        each = {rows: self.with_plain(rows, **SAMPLED) for rows in (1, 32)}
         return {f"sampling_added_ms_{rows}": sampled - plain for rows, (plain, sampled, _) in each.items()}
 
     def heads(self) -> Figures:
@@ -303,8 +339,8 @@ class Measure:
         for rows in ROWS:
             plain, step, draft = self.with_plain(rows, self.head_drafter, 5)
             out[f"head5_draft_ms_{rows}"], out[f"head5_step_over_plain_{rows}"] = draft, step / plain
-        out["head5_sampled_draft_ms_1"] = self.step_ms(1, self.head_drafter, 5, **SAMPLED)[1]
-        return out
+        plain, step, draft = self.with_plain(1, self.head_drafter, 5, **SAMPLED)
+        return out | {"head5_sampled_draft_ms_1": draft, "head5_sampled_step_over_plain_1": step / plain}
 
     def trees(self) -> Figures:
         plain, step, _ = self.with_plain(1, lambda: self.head_drafter(15), 15)
@@ -337,58 +373,62 @@ class Measure:
         return out
 
     def never_right(self) -> Figures:
-        out: Figures = {}
-        for rows in (1, 32):
-            other = change(self.plain, drafter="suffix", length=None, max_batch_size=rows)
-            took = []
-            for generator in (self.plain, other) * 2:
-                params = foresay.SamplingParams(max_new_tokens=2 * self.steps)
-                prompts = random_prompt(rows, torch.device("cpu"), self.shape.vocabulary).tolist()
-                found = generator.generate(prompts, params)[0].steps[SKIPPED:]
-                took.append(statistics.median(step.total_s / max(1, len(step.token_ids)) for step in found))
-            out[f"never_right_vs_plain_{rows}"] = took[2] / took[3]
-        return out
+        """Over all steps, also those that draft to learn whether it pays."""
+
+        def ratio(rows: int) -> float:
+            policy = change(self.plain, drafter="suffix").policy
+            other = change(self.plain, drafter=NeverRight, length=policy, max_batch_size=rows)
+            plain, own = self.in_turns(rows, lambda: self.timed(other.engine(), rows, longer=4))
+            return self._ms(plain) / self._ms(own)
+
+        return {f"never_right_vs_plain_{rows}": ratio(rows) for rows in (1, 32)}
 
     def known(self) -> Figures:
-        out: Figures = {}
-        for rows in (1, 8):
-            plain = self.run(rows, gamma=0)
-            texts: list[list[int]] = [[] for _ in range(rows)]
-            engine = Engine(self.model, None, make_rule("speculative"), ConstantLength(0), max_batch_size=rows)
-            given = foresay.SamplingParams(max_new_tokens=8 * (len(plain) + SKIPPED))
-            size = min(512, self.shape.long)
-            for prompt in random_prompt(rows, torch.device("cpu"), self.shape.vocabulary)[:, :1].tolist():
-                engine.submit([(prompt[0] + i) % self.shape.vocabulary for i in range(size)], given)
+        """Tokens per second of steps that verify the target's own text, over those of plain steps."""
+
+        def ratio(rows: int) -> float:
+            engine, texts = self.engine(rows), [list[int]() for _ in range(rows)]
+            self.submit(engine, rows, new=8 * (self.steps + SKIPPED + rows))  # the first row decodes while others begin
             while engine.has_work:
                 for step in engine.step():
                     texts[step.request_id] += step.token_ids
-            plain_ms, step_ms, _ = self.with_plain(rows, partial(Known, texts), 7)
-            out[f"known_text_speedup_{rows}"] = 8 * plain_ms / step_ms
-        return out
+            plain, own = map(tokens_per_s, self.in_turns(rows, lambda: self.run(rows, Known(texts), 7)))
+            return own / plain
+
+        return {f"known_text_speedup_{rows}": ratio(rows) for rows in (1, 8)}
 
     def int4(self) -> Figures:
         """Weights in blocks, which are multiplied over pages only."""
         if self.model.paged is None or self.device.type != "cuda":
             return {}
-        plain = self.plain_ms(1)
-        for module in self.model.model.modules():
-            for names in JOINT_LAYERS:
-                layers = [one for name in names if type(one := getattr(module, name, None)) is torch.nn.Linear]
-                if len(layers) == len(names):
-                    size = sum(layer.out_features for layer in layers)
-                    replace_jointly(module, names, random_blocks(size, layers[0].in_features, self.device))
-            for name, child in list(module.named_children()):
-                if type(child) is torch.nn.Linear:
-                    setattr(
-                        module, name, FrozenLinear(random_blocks(child.out_features, child.in_features, self.device))
-                    )
-        self.model.use_fused()
-        return {"int4_step_over_bf16": self.step_ms(1)[0] / plain}
+        other = Measure(self.shape, self.device, self.steps)
+        in_blocks(other.model, self.device)
+        plain, own = self.in_turns(1, lambda: other.run(1))
+        return {"int4_step_over_bf16": self._ms(own) / self._ms(plain)}
+
+
+def tokens_per_s(steps: Sequence[Timed]) -> float:
+    return sum(len(row.token_ids) for _, found in steps for row in found) / sum(seconds for seconds, _ in steps)
+
+
+def in_blocks(model: Any, device: torch.device) -> None:
+    """Replace linear layers by products over random blocks."""
+    for module in model.model.modules():
+        for names in JOINT_LAYERS:
+            layers = [one for name in names if type(one := getattr(module, name, None)) is torch.nn.Linear]
+            if len(layers) == len(names):
+                size = sum(layer.out_features for layer in layers)
+                replace_jointly(module, names, random_blocks(size, layers[0].in_features, device))
+        for name, child in list(module.named_children()):
+            if type(child) is torch.nn.Linear:
+                setattr(module, name, FrozenLinear(random_blocks(child.out_features, child.in_features, device)))
+    model.use_fused()
 
 
 def random_blocks(rows: int, depth: int, device: torch.device) -> Any:
     """A product over random blocks of Q4_0; a few rows are repeated, since all would take minutes to draw."""
-    from foresay.models.gpu import blocks, levels
+    from foresay.models import levels
+    from foresay.models.gpu import blocks
 
     data = np.random.default_rng(0).integers(0, 256, (64, depth // 32, 18), dtype=np.uint8)
     data[..., :2] = np.array([0.01], dtype=np.float16).view(np.uint8)
@@ -398,23 +438,15 @@ def random_blocks(rows: int, depth: int, device: torch.device) -> Any:
 
 def main() -> int:
     names = (
-        "plain_steps",
-        "passes",
-        "library_products",
-        "first_tokens",
-        "sampling",
-        "heads",
-        "trees",
-        "blocks",
-        "waits",
-        "never_right",
-        "known",
-        "int4",
+        *("plain_steps", "passes", "baselines", "bits", "library_products", "first_tokens", "sampling"),
+        *("heads", "trees", "blocks", "waits", "never_right", "known", "int4"),
     )
     parser = arguments(__doc__, parts=names, quick=False)
     parser.add_argument("--small", action="store_true", help="shapes that fit anywhere")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=24, help="timed steps of each figure (default: 24)")
+    parser.add_argument("--seconds", type=float, default=540, help="after which parts are left out (default: 540)")
+    parser.add_argument("--out", type=Path, help="file of the figures as JSON, written after each part")
     args = parsed(parser)
     if args.device == "cpu":
         os.environ["FORESAY_NATIVE"] = "0"  # PyTorch operations, as on a GPU
@@ -424,11 +456,14 @@ def main() -> int:
     size = "small shapes" if shape is SMALL else "the shapes of Llama-3.1-8B"
     over = "operations" if one.model.paged is None else "pages"
     model = f"random Llama of {size} in bf16, on {args.device}, passes over {over}"
-    return measured(
-        {name: getattr(one, name) for name in names},
-        args.only,
-        lambda figures: publish("gpu", figures, args, legend=LEGEND, model=model),
-    )
+
+    def written(figures: Figures, **more: Any) -> int:
+        if args.out:
+            args.out.write_text(json.dumps(figures), encoding="utf-8")
+        return publish("gpu", figures, args, legend=LEGEND, model=model, **more)
+
+    parts = {name: getattr(one, name) for name in names}
+    return measured(parts, args.only, written, part=partial(written, last=False), until=BEGAN + args.seconds)
 
 
 if __name__ == "__main__":

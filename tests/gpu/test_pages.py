@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,28 +13,38 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import SelfDrafter
 from foresay.engine.prefixes import PrefixStore
 from foresay.models.hardware import Hardware
-from foresay.models.huggingface import family_layers, fused
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
 from foresay.models.huggingface.linears import join_layers
-from helpers.families import VOCAB, make, whole_product
+from helpers.families import VOCAB, make
 from helpers.support import ModelDrafter, Sometimes, run
 
 PROMPTS = [[5, 6, 7], [8], [9] * 12, [3] * 70, [*[3] * 66, 1]]
 
 
+SHAPES = {
+    "one part": ({"hidden_size": 128, "intermediate_size": 256}, 1),
+    "sums in parts": ({"hidden_size": 1024, "intermediate_size": 4096}, 2),
+    "several waves": ({"hidden_size": 512, "intermediate_size": 32768}, 3),
+}
+"""Sizes on a GPU, and parts of the sums of every product in the interpreter, whose products are those of the first sizes."""
+
+
 @pytest.fixture(autouse=True)
-def on_pages(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def on_pages(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """On a CPU, in Triton's interpreter, a program takes a millisecond: few, and few tokens."""
     monkeypatch.setattr(Hardware, "gpu_kernels", True)
-    if device == "cpu":  # where layers are not joined
-        from foresay.models.gpu import attention
-        from helpers.paged import sum_products_in_order
+    if device != "cpu":
+        yield
+        return
+    from foresay.models.gpu import attention
+    from helpers.paged import few_programs, language_of_the_interpreter, sum_products_in_order
 
-        sum_products_in_order(monkeypatch)
-        for module in (family_layers, fused):
-            monkeypatch.setattr(module, "product_of", whole_product)
-        monkeypatch.setattr(attention, "SPLITS", 2)
+    sum_products_in_order(monkeypatch)
+    few_programs(monkeypatch)  # layers are not joined there
+    monkeypatch.setattr(attention, "SPLITS", 2)
+    with language_of_the_interpreter():
+        yield
 
 
 def paged(family: str, device: str, seed: int = 0, **sizes: Any) -> CausalModel:
@@ -71,17 +82,31 @@ def test_a_second_call_captures_nothing(device: str) -> None:
         assert captures is None or target.paged.captures == before
 
 
+def sizes_of(shape: str, device: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    from foresay.models.gpu import product
+
+    sizes, parts = SHAPES[shape]
+    if device == "cpu":
+        monkeypatch.setattr(product, "parts_of", lambda *_: parts)
+        return SHAPES["one part"][0]
+    assert (product.parts_of(*sizes.values()) > 1) == (shape != "one part")
+    return sizes
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
 @torch.inference_mode()
-def test_a_token_has_the_same_bits_in_any_pass(dtype: torch.dtype, device: str) -> None:
-    """Alone, in a batch, in front of draft tokens, in a tree."""
+def test_a_token_has_the_same_bits_in_any_pass(
+    shape: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, in a batch, in front of draft tokens, in a tree; in passes over up to 512 tokens."""
     if device == "cpu" and dtype == torch.bfloat16:
-        dtype = torch.float32  # Triton's interpreter has no products in bfloat16
-    target = paged("llama", device, hidden_size=128, intermediate_size=256)
+        pytest.skip("Triton's interpreter has no products in bfloat16")
+    target = paged("llama", device, **sizes_of(shape, device, monkeypatch))
     target.model.to(dtype)
     target.use_fused()
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(2, VOCAB, (length,), generator=generator).tolist() for length in (3, 70, 130)]
+    generator, lengths = torch.Generator().manual_seed(0), (3, 70, 130) if device == "cuda" else (3, 17, 20)
+    prompts = [torch.randint(2, VOCAB, (length,), generator=generator).tolist() for length in lengths]
 
     def scores(rows: list[int], columns: int, parents: list[int] | None = None) -> torch.Tensor:
         cache = target.new_cache()
@@ -94,5 +119,9 @@ def test_a_token_has_the_same_bits_in_any_pass(dtype: torch.dtype, device: str) 
         return target.forward(ModelInput(fed, [columns] * len(rows), parents=tree), cache).scores()[:, 0]
 
     alone = torch.cat([scores([row], 1) for row in range(3)])
-    for found in (scores([0, 1, 2], 1), scores([0, 1, 2], 6), scores([0, 1, 2], 4, [-1, 0, 0, 1])):
-        assert torch.equal(found, alone)
+    passes: list[tuple[int, int, list[int] | None]] = [(1, 1, None), (1, 6, None), (1, 4, [-1, 0, 0, 1])]
+    if device == "cuda":  # 66, 144, 288 and 495 tokens
+        passes += [(11, 2, None), (8, 6, None), (24, 4, [-1, 0, 0, 1]), (11, 15, None)]
+    for times, columns, parents in passes:
+        found = scores([0, 1, 2] * times, columns, parents)
+        assert torch.equal(found, alone.repeat(times, 1)), (times, columns, parents)
