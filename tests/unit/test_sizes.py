@@ -12,7 +12,7 @@ TESTS = Path(__file__).parents[1]
 MOST = {
     ".": 745,
     "cli": 3448,
-    "decoding": 4812,
+    "decoding": 4817,
     "drafters": 4523,
     "engine": 1284,
     "foresay_lab": 392,
@@ -34,7 +34,7 @@ MOST = {
     "models/drafts": 3517,
     "models/families": 1179,
     "models/gguf": 2402,
-    "models/gpu": 3070,
+    "models/gpu": 3072,
     "models/huggingface": 3517,
     "models/llama_cpp": 458,
     "models/sources": 4279,
@@ -43,7 +43,7 @@ MOST = {
     "spec": 1325,
     "text": 4926,
     "kernels in C++": 3873,
-    "tests": 60286,
+    "tests": 60288,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

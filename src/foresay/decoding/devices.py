@@ -13,6 +13,11 @@ from typing import Any
 import torch
 
 
+def is_gpu(device: torch.device) -> bool:
+    """Return True for a GPU of NVIDIA or AMD, which has streams and events."""
+    return device.type == "cuda"
+
+
 def to_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """Return numbers, which may be nested, as a tensor on a device."""
     return moved(torch.tensor(values, dtype=dtype), device)
@@ -20,13 +25,13 @@ def to_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = 
 
 def moved(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor, of the host or of a device, on a device."""
-    is_sent = values.device.type == "cpu" and device.type == "cuda"
+    is_sent = not is_remote(values.device) and is_gpu(device)
     return (values.pin_memory() if is_sent else values).to(device, non_blocking=True)
 
 
 def later(values: torch.Tensor) -> Callable[[], list[Any]]:
     """Begin to copy values to the host; return a function that waits for them alone, and not for what is requested after them."""
-    if values.device.type != "cuda":
+    if not is_gpu(values.device):
         return values.tolist
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
@@ -57,4 +62,4 @@ def selected(mask: torch.Tensor) -> torch.Tensor:
 
 def launching_on(device: torch.device) -> AbstractContextManager[object]:
     """Let Triton launch its kernels on a device: it takes the current one, wherever their tensors are."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return torch.cuda.device(device) if is_gpu(device) else nullcontext()

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from foresay.decoding.devices import is_gpu
+
 logger = logging.getLogger("foresay")
 SWITCH = "FORESAY_OVERLAP"
 """Environment variable: "1" lets kernels overlap, which no GPU has measured yet."""
@@ -23,7 +25,7 @@ SWITCH = "FORESAY_OVERLAP"
 @cache
 def overlapping(device: torch.device) -> dict[str, bool]:
     """Return the options by which kernels that call `wait` are launched on a device."""
-    if os.environ.get(SWITCH) != "1" or device.type != "cuda":
+    if os.environ.get(SWITCH) != "1" or not is_gpu(device):
         return {"OVERLAPS": False}
     if torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
         logger.warning("%s=1 has no effect on %s: it needs compute capability 9.0", SWITCH, device)

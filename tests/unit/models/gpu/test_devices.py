@@ -150,6 +150,7 @@ def test_launches_of_a_layer(monkeypatch: pytest.MonkeyPatch, launched: Counter[
         layers = launched["_place"] / target.num_layers
         assert launched["_add_norm"] / layers == 2 * target.num_layers + 1
         assert launched["_product"] / layers == 4 * target.num_layers + 1
+        assert launched["_partial"] == launched["_place"], "8 launches a layer, and 2 after the last: 258 for 32 layers"
         return launched
 
     inner = make("phi3", 0).config.intermediate_size
