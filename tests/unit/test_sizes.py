@@ -11,8 +11,8 @@ SOURCE = Path(foresay.__file__).parents[1]
 TESTS = Path(__file__).parents[1]
 MOST = {
     ".": 745,
-    "cli": 3448,
-    "decoding": 4817,
+    "cli": 3450,
+    "decoding": 4819,
     "drafters": 4523,
     "engine": 1284,
     "foresay_lab": 392,
@@ -34,16 +34,16 @@ MOST = {
     "models/drafts": 3517,
     "models/families": 1179,
     "models/gguf": 2402,
-    "models/gpu": 3072,
-    "models/huggingface": 3517,
+    "models/gpu": 3074,
+    "models/huggingface": 3528,
     "models/llama_cpp": 458,
-    "models/sources": 4279,
+    "models/sources": 4286,
     "records": 1085,
     "server": 5965,
     "spec": 1325,
     "text": 4926,
     "kernels in C++": 3873,
-    "tests": 60288,
+    "tests": 60327,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

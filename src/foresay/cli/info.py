@@ -164,8 +164,10 @@ def _same_bits(model: CausalModel | Seq2SeqModel) -> str:
         return "yes: a token's scores do not depend on what else its pass contains"
     where = "Where two tokens' scores are as close as rounding errors, the output may depend on batch and draft"
     if isinstance(model, CausalModel) and model.paged is not None:
-        if not model.reproducible:
+        if model.reproducible is False:
             return f"no: reproducible=False lets a library multiply. {where}"
+        if model.reproducible:
+            return "yes, in passes of up to 512 tokens, as prompts are read, too"
         return "in passes of up to 512 tokens; prompts, with the scores after them, and larger passes have another order of sums"
     return f"no: only compiled kernels guarantee them. {where}"
 

@@ -8,6 +8,8 @@ PREFILL_CHUNK = 256
 """Tokens per row of a prefill pass, by default."""
 PAGED_CHUNK = 2048
 """The same over pages: a GPU's tensor cores need many."""
+STEP_CHUNK = 511
+"""The same where prompts are computed as steps: with the last token as many as the largest captured pass has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,8 @@ class PagedPasses:
         longest = max(layer.dim for layer in decoder.layers) * pool.keys[0].element_size()
         self._tiles = [tokens_per_tile(*decoder.heads, longest, is_prompt=is_prompt) for is_prompt in (False, True)]
         self.captures = self.replays = 0
+        self.prompts_as_steps = False
+        """True computes prompts in captured passes, whose sums have the order of those of steps."""
 
     def new_cache(self, owner: PagedCache | None = None) -> PagedCache:
         """Return a cache without rows. owner: a cache over this pool whose pages it shares; see PagedCache."""
@@ -134,7 +136,7 @@ class PagedPasses:
         if not any(model_input.num_tokens):
             return self._empty(model_input)
         scored = model_input.logits is not Logits.NONE
-        is_prompt = model_input.is_prompt or not scored
+        is_prompt = (model_input.is_prompt or not scored) and not self.prompts_as_steps
         with self.pool.lock:
             columns, (scores, hidden) = self.flat(model_input, cache, scored=scored, captured=not is_prompt)
             states = {layer: in_rows(one, columns, shape) for layer, one in hidden.items()}
@@ -159,7 +161,7 @@ class PagedPasses:
                 buffers = self.buffers(len(tokens), tokens.num_tiles)
                 buffers.fill(tokens, model_input.token_ids, model_input.features)
                 ends = None
-                if model_input.is_prompt and scored:
+                if model_input.is_prompt and scored and not self.prompts_as_steps:
                     ends = to_device((np.cumsum(model_input.num_tokens) - 1).clip(0).tolist(), self.table.pages.device)
                 out = self._run(buffers, model_input.hidden_layers, scored, ends)
             else:

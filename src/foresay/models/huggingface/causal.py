@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers import Cache, PreTrainedModel
 
-from foresay.decoding.capabilities import PAGED_CHUNK, Capabilities
+from foresay.decoding.capabilities import PAGED_CHUNK, STEP_CHUNK, Capabilities
 from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.errors import UnsupportedModelError
@@ -148,8 +148,8 @@ class CausalModel(TransformersModel, PagedChains):
         self._body = model.base_model
         self.is_loaded_here = True
         """False for a model of the caller, who may need memory for something else."""
-        self.reproducible = True
-        """False lets a library multiply in all passes over pages; see LoadOptions."""
+        self.reproducible: bool | None = None
+        """True computes prompts over pages as steps, False lets a library multiply in all passes; see LoadOptions."""
         self.fused: FusedDecoder | None = None
         """Runs forward passes instead of the family's own code; see `use_fused`."""
         self._watched_state: list[tuple[int, bool]] | None = None
@@ -184,11 +184,15 @@ class CausalModel(TransformersModel, PagedChains):
 
         device, limit, capture = self.device, self.max_length, capture_on(self.device)
         try:
-            decoder = fused.on_pages(limit, reproducible=self.reproducible)
+            decoder = fused.on_pages(limit, reproducible=self.reproducible is not False)
             if pool is not None:
-                return passes_over(pool, device, decoder, max_length=limit, capture=capture)
-            free = self.memory_bytes() // (1 if self.is_loaded_here else _OF_OTHERS)
-            return passes_on(device, decoder, self.cache_dtype, max_length=limit, free_bytes=free, capture=capture)
+                found = passes_over(pool, device, decoder, max_length=limit, capture=capture)
+            else:
+                free = self.memory_bytes() // (1 if self.is_loaded_here else _OF_OTHERS)
+                given = device, decoder, self.cache_dtype
+                found = passes_on(*given, max_length=limit, free_bytes=free, capture=capture)
+            found.prompts_as_steps = self.reproducible is True
+            return found
         except LookupError as error:
             logger.info("passes are not made over pages: %s", error)
             return None
@@ -199,8 +203,15 @@ class CausalModel(TransformersModel, PagedChains):
         own = super().capabilities
         if (pages := self.paged) is None:
             return own
-        more: dict[str, Any] = {"prefill_chunk": PAGED_CHUNK, "max_rows": pages.table.num_rows, "runs_ahead": True}
-        return dataclasses.replace(own, ragged=True, prefill_in_any_pieces=False, **more)
+        more: dict[str, Any] = {"prefill_chunk": PAGED_CHUNK, "prefill_in_any_pieces": False}
+        if pages.prompts_as_steps:
+            more = {"prefill_chunk": STEP_CHUNK, "prefill_in_any_pieces": True, "prefill_together": False}
+        return dataclasses.replace(own, ragged=True, max_rows=pages.table.num_rows, runs_ahead=True, **more)
+
+    @property
+    def runs_on_pages(self) -> bool:
+        """True if passes run over pages, on a GPU with foresay's kernels."""
+        return self.paged is not None
 
     def cache_bytes(self, lengths: Sequence[int]) -> int:
         """See LanguageModel."""

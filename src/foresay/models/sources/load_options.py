@@ -52,9 +52,10 @@ class LoadOptions:
     kv_cache_dtype: str = "auto"
     """Format of keys and values: "auto" for the model's dtype; "int8" for 8 bits with a scale per head and token, in the compiled
     CPU kernels: about half of bf16's memory, and another output. Does not apply to draft models."""
-    reproducible: bool = True
-    """On a GPU with foresay's kernels: a token's scores do not depend on the other tokens of passes that score up to 512. False
-    lets a library multiply, which may be faster for many rows; a draft may then decide between two nearly equal tokens."""
+    reproducible: bool | None = None
+    """On a GPU with foresay's kernels, None: a token's scores do not depend on the other tokens of passes that score up to 512.
+    True: prompts are computed in the same way, which may be slower, so that no text depends on what else is decoded. False lets a
+    library multiply, which may be faster for many rows; a draft may then decide between two nearly equal tokens."""
     draft_weights: str | None = None
     """`weights` of draft models loaded by name; None: as the target's. Does not change the output, which is the target's."""
     device_map: str | Mapping[str, Any] | None = None
@@ -114,9 +115,9 @@ class LoadOptions:
                 check_device(getattr(self, name), name)
         if self.activations not in ("auto", *ACTIVATIONS):
             raise UnknownNameError("activations", self.activations, ("auto", *ACTIVATIONS))
-        if not isinstance(self.reproducible, bool):
-            raise ConfigError("must be True or False", param="reproducible", value=self.reproducible)
-        if not self.reproducible and (self.device_map is not None or not self.hardware.gpu_kernels):
+        if not isinstance(self.reproducible, bool | None):
+            raise ConfigError("must be True, False or None", param="reproducible", value=self.reproducible)
+        if self.reproducible is False and (self.device_map is not None or not self.hardware.gpu_kernels):
             where = self.device_map or self.computes_on
             text = f"applies to foresay's kernels for GPUs, and the model would be on {str(where)!r}; drop it"
             raise ConfigError(text, param="reproducible", value=False)
@@ -238,7 +239,7 @@ class LoadOptions:
             gguf: True if llama.cpp can read it; otherwise transformers computes it.
         """
         changes: dict[str, Any] = {"revision": None, "draft_weights": None, "draft_device": None, "activations": "auto"}
-        changes |= {"kv_cache_dtype": "auto", "reproducible": True}
+        changes |= {"kv_cache_dtype": "auto", "reproducible": None}
         if self.draft_device is not None:
             changes |= dict.fromkeys(("device_map", "max_memory", "offload_folder", "tp_plan", "gpu_layers"))
             changes |= {"device": self.draft_device}
@@ -257,7 +258,7 @@ class LoadKeywords(TypedDict, total=False):
     weights: str
     activations: str
     kv_cache_dtype: str
-    reproducible: bool
+    reproducible: bool | None
     draft_weights: str | None
     device_map: str | Mapping[str, Any] | None
     max_memory: Mapping[int | str, int | str] | None

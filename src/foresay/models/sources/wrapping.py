@@ -82,6 +82,9 @@ def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, options: Lo
     loaded = LoadedModel(name, model, tokenizer, end_tokens(weights, tokenizer), generation=settings)
     options = options or LoadOptions()
     if model.is_shared:  # by processes, each with a part of every product
+        if options.reproducible is not None:
+            text = "cannot be had of a model that several processes compute"
+            raise ConfigError(text, param="reproducible", value=options.reproducible)
         return loaded
     if optimise:
         _arrange(weights, options)
@@ -90,10 +93,13 @@ def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, options: Lo
         _fuse(name, model, optimise=optimise)
         if not optimise:
             model.watch_for_changes()
-    if not options.reproducible and (not isinstance(model, CausalModel) or model.paged is None):
+    if options.reproducible and not (isinstance(model, CausalModel) and (model.batch_invariant or model.runs_on_pages)):
+        text = "cannot be had of this model, whose passes are not computed by foresay's kernels"
+        raise ConfigError(text, param="reproducible", value=True)
+    if options.reproducible is False and (not isinstance(model, CausalModel) or not model.runs_on_pages):
         text = "applies to foresay's kernels for GPUs, which do not run this model"
         raise ConfigError(text, param="reproducible", value=False)
-    if not options.reproducible and any(isinstance(part, FrozenLinear) for part in weights.modules()):
+    if options.reproducible is False and any(isinstance(part, FrozenLinear) for part in weights.modules()):
         text = "has no effect on quantized weights, which no library multiplies; drop it"
         raise ConfigError(text, param="reproducible", value=False)
     if options.kv_cache_dtype != "auto":

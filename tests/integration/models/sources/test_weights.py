@@ -12,6 +12,7 @@ import torch
 import foresay
 from foresay.errors import UnknownNameError
 from foresay.models.hardware import Hardware
+from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import activations_of
 from foresay.models.sources import loading
 from foresay.models.sources.describing import describe
@@ -80,7 +81,7 @@ def test_what_contradicts_is_refused(folder: Path) -> None:
         ("activations", {"dtype": "fp32", "activations": "int8"}),
         ("tp_plan", {"tp_plan": "auto", "activations": "int8"}),
         ("activations", {"backend": "llama.cpp", "activations": "int8"}),
-        ("reproducible", {"reproducible": "no"}),
+        ("reproducible", {"reproducible": 0}),
         ("reproducible", {"reproducible": False, "device_map": "auto"}),
     ):
         with refused(param, options[param]):
@@ -105,7 +106,14 @@ def test_a_library_multiplies_on_gpus_with_kernels_alone(folder: Path, monkeypat
         monkeypatch.setattr(Hardware, "gpu_kernels", has_kernels)
         with refused("reproducible", False):
             foresay.load(folder, reproducible=False)
-    assert LoadOptions(reproducible=False).for_draft().reproducible
+    assert LoadOptions(reproducible=False).for_draft().reproducible is None
+
+
+def test_reproducible_prompts_need_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert foresay.load(folder, drafter="none", reproducible=True).generate("a", max_new_tokens=1).token_ids
+    monkeypatch.setattr(CausalModel, "batch_invariant", False)
+    with refused("reproducible", True):
+        foresay.load(folder, drafter="none", reproducible=True)
 
 
 def test_draft_weights_without_a_draft_model_to_load_are_refused(folder: Path, small: Path) -> None:

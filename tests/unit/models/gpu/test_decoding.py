@@ -15,12 +15,13 @@ from triton.runtime.errors import InterpreterError
 
 import foresay
 from foresay.cli import info
-from foresay.decoding.protocols import ModelInput
+from foresay.decoding.capabilities import STEP_CHUNK
+from foresay.decoding.protocols import Logits, ModelInput
 from foresay.drafters import SelfDrafter
 from foresay.engine.prefixes import PrefixStore
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.cache.slot_cache import SlotCache
-from foresay.models.gpu import capture, layers, passes
+from foresay.models.gpu import capture, flat, layers, passes
 from foresay.models.gpu.flat import Buffers
 from foresay.models.gpu.pages import PagedCache, PagePool
 from foresay.models.hardware import Hardware
@@ -163,13 +164,43 @@ def test_a_library_may_multiply(model: CausalModel, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(layers, "product", lambda *given: counted.append(1) or known(*given))
     prompts = [[5, 6, 7], [8]]
     wanted = greedy(model, prompts)
-    for reproducible in (True, False):
+    for reproducible in (None, False):
         counted.clear()
         model.reproducible = reproducible
         model.use_fused()
         assert run(model, prompts, ONE, max_batch_size=2)[0] == wanted
-        assert bool(counted) == reproducible
-        assert info._same_bits(model).startswith("in passes of" if reproducible else "no: reproducible=False")
+        assert bool(counted) == (reproducible is None)
+        assert info._same_bits(model).startswith("no: reproducible=False" if counted == [] else "in passes of")
+
+
+@torch.inference_mode()
+def test_prompts_have_the_bits_of_steps_on_request(model: CausalModel) -> None:
+    """Read at once, in pieces, token by token and next to others. Control: without the request they have not."""
+    assert flat.SIZES[-1] - 1 == STEP_CHUNK
+    ids = torch.randint(0, VOCAB, (2, PAGE + 9), generator=torch.Generator().manual_seed(0))
+
+    def read(pieces: list[int], rows: int) -> torch.Tensor:
+        cache, at = model.new_cache(), 0
+        cache.add_rows(2)
+        for count in pieces:
+            logits = Logits.LAST if at + count == ids.shape[1] else Logits.NONE
+            one = ModelInput(ids[:rows, at : at + count], [count] * rows, logits=logits, is_prompt=True)
+            output, at = model.forward(one, cache), at + count
+        return output.scores()[0, -1]
+
+    def differ() -> bool:
+        wanted = read([1] * ids.shape[1], 1)
+        return not all(torch.equal(wanted, read(*how)) for how in (([PAGE + 9], 1), ([7, PAGE + 2], 1), ([PAGE, 9], 2)))
+
+    model.reproducible = True
+    model.use_fused()
+    assert not differ() and model.capabilities.prefill_chunk == STEP_CHUNK and not model.capabilities.prefill_together
+    assert info._same_bits(model).startswith("yes")
+    prompts = [ids[0].tolist(), [8]]
+    assert run(model, prompts, ONE, max_batch_size=2)[0] == greedy(model, prompts)
+    model.reproducible = None
+    model.use_fused()
+    assert differ()
 
 
 def test_a_library_multiplies_no_quantized_weights(model: CausalModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +209,7 @@ def test_a_library_multiplies_no_quantized_weights(model: CausalModel, monkeypat
     few_programs(monkeypatch, lambda *of: of[0].product if isinstance(of[0], FrozenLinear) else whole_product(*of))
     options = LoadOptions(reproducible=False)
     found = wrapping.wrap("tiny", model.model, None, optimise=True, options=options).model
-    assert isinstance(found, CausalModel) and found.paged is not None and not found.reproducible
+    assert isinstance(found, CausalModel) and found.paged is not None and found.reproducible is False
     model.model.lm_head = FrozenLinear(linears._on_gpu(8, model.model.lm_head.weight.detach(), None))
     with pytest.raises(ConfigError, match="reproducible=False has no effect on quantized weights"):
         wrapping.wrap("tiny", model.model, None, optimise=True, options=options)
