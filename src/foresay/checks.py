@@ -6,12 +6,19 @@ import math
 import os
 import sys
 from contextlib import suppress
+from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from foresay.errors import ConfigError
 
 T = TypeVar("T")
+
+
+def changed_fields(value: Any, default: Any) -> str:
+    """Return the repr of a dataclass with the fields that differ from those of another."""
+    pairs = [(one.name, getattr(value, one.name), getattr(default, one.name)) for one in fields(value)]
+    return f"{type(value).__name__}({', '.join(f'{name}={own!r}' for name, own, other in pairs if own != other)})"
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:

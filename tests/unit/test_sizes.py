@@ -10,11 +10,11 @@ import foresay
 SOURCE = Path(foresay.__file__).parents[1]
 TESTS = Path(__file__).parents[1]
 MOST = {
-    ".": 745,
-    "cli": 3450,
-    "decoding": 4819,
+    ".": 752,
+    "cli": 3541,
+    "decoding": 4823,
     "drafters": 4523,
-    "engine": 1284,
+    "engine": 1289,
     "foresay_lab": 392,
     "foresay_lab/bench": 699,
     "foresay_lab/check": 381,
@@ -25,7 +25,7 @@ MOST = {
     "foresay_lab/report": 819,
     "foresay_lab/training": 3375,
     "foresay_lab/workers": 517,
-    "generation": 1616,
+    "generation": 1639,
     "integrations": 790,
     "lengths": 1172,
     "models": 985,
@@ -35,7 +35,7 @@ MOST = {
     "models/families": 1179,
     "models/gguf": 2402,
     "models/gpu": 3074,
-    "models/huggingface": 3528,
+    "models/huggingface": 3540,
     "models/llama_cpp": 458,
     "models/sources": 4286,
     "records": 1085,
@@ -43,7 +43,7 @@ MOST = {
     "spec": 1325,
     "text": 4926,
     "kernels in C++": 3873,
-    "tests": 60327,
+    "tests": 60372,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 from typing import Any
 
@@ -12,6 +13,7 @@ from click.shell_completion import CompletionItem, get_completion_class
 
 from foresay.cli.command import CONTEXT, INTERRUPTED, write_panels
 from foresay.cli.commands import REMOVED, commands, find, named
+from foresay.cli.dialects import hint
 from foresay.cli.environment import idle
 from foresay.cli.typed_errors import usage_message
 from foresay.errors import ForesayError
@@ -117,7 +119,9 @@ def _run(args: list[str] | None = None) -> int:
         click.echo(error.ctx.get_help() if error.ctx else "")
         return 2
     except click.ClickException as error:  # wrong usage
-        return _fail(usage_message(error, sys.argv[1:] if args is None else args))
+        given = sys.argv[1:] if args is None else args
+        message, more = usage_message(error, given), hint(error, given)
+        return _fail(f"{re.split(r' .?Did you mean', message)[0]} {more}" if more else message)
     except click.Abort:
         return INTERRUPTED
     except OSError as error:

@@ -24,12 +24,14 @@ from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import activations_of, resident_bytes, weight_bytes
 from foresay.models.huggingface.model import UNLIMITED
 from foresay.models.huggingface.recurrent import RecurrentModel
-from foresay.models.huggingface.self_check import probe, verified
+from foresay.models.huggingface.self_check import judged, verified
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
 from foresay.models.llama_cpp.binding import version
 from foresay.models.llama_cpp.model import LlamaCppModel
 from foresay.models.sources.loading import load_model
+from foresay.models.sources.packaged import default_drafter
 from foresay.models.sources.wrapping import LoadedModel
+from foresay.spec.recipe import Resources
 
 
 def run(given: Given) -> int:
@@ -56,6 +58,7 @@ def run(given: Given) -> int:
             else:
                 assert isinstance(scorer, CausalModel | Seq2SeqModel)
                 lines = _of_transformers(loaded, scorer, *shape)
+            lines |= {"default drafter": default_drafter(loaded.name, options, Resources(loaded, options).has_mtp)}
     except UnsupportedModelError as error:
         click.echo(f"{name}\n  supported: no\n  reason: {error}")
         return 2
@@ -134,7 +137,7 @@ def _of_llama_cpp(loaded: LoadedModel, model: LlamaCppModel, rows: int, length: 
 def _of_transformers(
     loaded: LoadedModel, model: CausalModel | Seq2SeqModel, rows: int, length: int | None
 ) -> dict[str, str]:
-    difference, module = probe(model), model.model
+    checked, module = judged(model), model.model
     kept = {"": "in that dtype", "GGUF": "in the file's blocks", "MXFP4": "in that dtype, experts in MXFP4 as stored"}
     other = "rounded to" if loaded.weights in ("int8", "int4") else "as stored:"
     weights = kept.get(loaded.weights, f"{other} {loaded.weights}")
@@ -154,7 +157,7 @@ def _of_transformers(
         "memory": _memory(model, resident_bytes(module), rows, length),
         **(_of_states(model) if isinstance(model, RecurrentModel) else {}),
         **_shared(loaded),
-        "self-check": f"cached and uncached scores differ by {difference:.1e} of their range",
+        "self-check": checked,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from urllib.parse import quote
 
 from foresay.cli.command import Given
 from foresay.cli.common import load_arguments, load_generator, memory_size, use_threads
+from foresay.cli.dialects import unread
 from foresay.cli.drafts import suggest
 from foresay.cli.progress import note
 from foresay.errors import ConfigError, ForesayError
@@ -22,6 +24,12 @@ from foresay.spec.settings_file import FILE, Models, Settings, is_settings, read
 
 if TYPE_CHECKING:  # needs the extra server
     from foresay.server.service import Entry
+
+
+def _listening(address: str) -> None:
+    """Report an address that is listened on, and that of the page on this machine."""
+    note(f"listening at {address}/v1")
+    note(f"page: {address.replace('//0.0.0.0:', '//127.0.0.1:').replace('//[::]:', '//[::1]:')}/")
 
 
 def _settings(given: Given, max_loaded: int) -> ServerSettings:
@@ -108,6 +116,8 @@ def run(given: Given) -> int:
     if given.log_requests:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("foresay.server").setLevel(logging.INFO)
+    for line in unread(os.environ):
+        note(line)
     if not models:
         note(generator.description)
         suggest(generator)
@@ -115,7 +125,7 @@ def run(given: Given) -> int:
         service,
         sockets,
         warm=given.warmup,
-        on_listening=lambda address: note(f"listening at {address}/v1"),
+        on_listening=_listening,
         on_draining=lambda count: note(_draining(count, given.drain)),
     )
     return 0

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from foresay.checks import check_float, check_int
+from foresay.checks import changed_fields, check_float, check_int
 from foresay.errors import ConfigError, UnknownNameError
 
 LogitsProcessor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -104,6 +104,10 @@ class SamplingParams:
     """Continue after the model's end-of-sequence tokens (stop_token_ids still stop)."""
     logprobs: int | None = None
     """Report the log-probability of each token, and of this many likeliest ones, under the raw logits."""
+
+    def __repr__(self) -> str:
+        """Return what differs from the defaults."""
+        return changed_fields(self, SamplingParams())
 
     def __post_init__(self) -> None:
         check_int("max_new_tokens", self.max_new_tokens, 1)

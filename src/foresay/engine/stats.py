@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from foresay.checks import changed_fields
 from foresay.decoding.outcome import Origin, Step
 
 
@@ -38,6 +39,10 @@ class Stats:
     """Seconds spent in the target."""
     total_s: float = 0.0
     """Seconds of the whole steps."""
+
+    def __repr__(self) -> str:
+        """Return what was counted."""
+        return changed_fields(self, Stats())
 
     @classmethod
     def of(cls, steps: Iterable[Step]) -> Stats:

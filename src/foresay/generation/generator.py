@@ -11,7 +11,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, TypeAlias, Unpack, cast, overload
+from typing import Any, Self, TypeAlias, Unpack, cast, overload
 
 import numpy as np
 import torch
@@ -103,6 +103,22 @@ class Generator:
         """Clear the drafter's state of earlier requests: n-gram stores, past texts."""
         if self._forget is not None:
             self._forget()
+
+    def close(self) -> None:
+        """Cancel the requests of `astream`, and wait until kept texts are written. Also the end of a `with` block.
+
+        The weights are freed with the last reference to them.
+        """
+        if self._live.present():
+            self._live.close()
+        for memory in () if self.resources is None else self.resources.memories.values():
+            memory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
 
     def with_settings(
         self, *, rule: Rule | None = None, policy: LengthPolicy | None = None, max_batch_size: int | None = None

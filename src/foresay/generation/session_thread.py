@@ -177,6 +177,13 @@ class SessionThread:
         self._sessions = {kind: one for kind, one in self._sessions.items() if not belongs(kind)}
         self._listeners = {ticket: one for ticket, one in self._listeners.items() if not belongs(ticket.kind)}
 
+    def close(self) -> None:
+        """Cancel every request, and drop the sessions when all have ended."""
+        self.cancel(self.call(lambda: list(self._listeners)).result()).result()
+        while self.call(lambda: any(one.has_work for one in self._sessions.values())).result():
+            pass
+        self.call(lambda: self.drop(lambda kind: True)).result()
+
     def call(self, action: Callable[[], Any]) -> Future[Any]:
         """Call a function on the thread, between two steps.
 

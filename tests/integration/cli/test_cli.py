@@ -351,7 +351,8 @@ def test_info(shell: tiny.Shell, folder: Path) -> None:
     assert fields["supported"].startswith("yes")
     assert fields["weights"].startswith("in that dtype; one forward pass reads 0 MB")
     size = r"weights \d+ MB; 32 rows of 2048 tokens \d+ MB \(\d+\.\d kB a token\): it fits"
-    assert re.fullmatch(size, fields["memory"]) and float(fields["self-check"].split()[-4]) < 1e-5
+    assert re.fullmatch(size, fields["memory"]) and float(fields["self-check"].split()[-6]) < 1e-5
+    assert fields["self-check"].startswith("good: ") and fields["default drafter"] == "suffix"
     expected = {
         "family": "llama (LlamaForCausalLM), tested",
         "context": "4096 tokens",

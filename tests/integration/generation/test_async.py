@@ -198,3 +198,23 @@ def test_a_failure_in_a_pass_reaches_the_caller(generator: Generator, monkeypatc
             asyncio.run(_collect(generator, PROMPT, max_new_tokens=50))
         assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     assert len(asyncio.run(_collect(generator, PROMPT, max_new_tokens=5))) > 0
+
+
+def test_the_end_of_a_with_block_cancels_requests() -> None:
+    """A later call begins another session."""
+    with foresay.load(tiny.llama(), tokenizer=tiny.tokenizer(), drafter="none") as model:
+
+        async def closed_early() -> list[Chunk]:
+            seen = list[Chunk]()
+            async for chunk in model.astream(PROMPT, max_new_tokens=200, ignore_eos=True):
+                seen.append(chunk)
+                if len(seen) == 3:
+                    await asyncio.to_thread(model.close)
+            return seen
+
+        seen = asyncio.run(closed_early())
+        assert seen[-1].finish_reason == "cancelled" and 3 <= len(seen) < 200
+        assert not model._live.present()
+        again = asyncio.run(_collect(model, PROMPT, max_new_tokens=4))
+        assert again[-1].finish_reason == "length" and model._live.present()
+    assert not model._live.present()

@@ -15,6 +15,7 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from foresay import __version__
+from foresay.cli import dialects
 from foresay.cli.app import _run, app
 from foresay.cli.commands import OWN, REMOVED, commands, feature, find, named
 from foresay.cli.options import numbers
@@ -246,3 +247,26 @@ def test_a_broken_entry_point_is_one_line(
     line = capsys.readouterr().err
     assert line.startswith(f"foresay: commands 'X' of broken-one 1.2 ({value}) {problem}") and line.count("\n") == 1
     assert [*named()] == [*every, "greet"]
+
+
+def test_options_and_commands_of_other_engines_name_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every option that an answer names is one of a command, and every entry is on the page for converts."""
+    page = (Path(__file__).parents[3] / dialects.PAGE).read_text(encoding="utf-8")
+    flags = {flag for one in BY_NAME.values() for param in one.params for flag in param.opts}
+    for theirs, ours in (dialects.OPTIONS | dialects.COMMANDS | dialects.VARIABLES).items():
+        assert f"`{theirs}" in page or f" {theirs}" in page, theirs
+        assert flags >= set(re.findall(r"--[a-z-]+", ours)), ours
+        assert {*re.findall(r"foresay (\w+)", ours)} <= {*BY_NAME}
+    for line, wanted in (
+        ("run llama3", "No such command 'run'. In foresay it is foresay chat MODEL"),
+        ("serve --max-num-seqs=4", "No such option '--max-num-seqs'. In foresay --max-num-seqs is --batch-size"),
+        ("generate -ngl 99 x", "In foresay -ngl is --device cuda"),
+        ("serve m -t 4 --prt 1", "No such option '-t'. In foresay -t is --threads"),
+    ):
+        assert _run(shlex.split(line)) == 2
+        assert wanted in capsys.readouterr().err
+    assert _run(["serve", "--porrt", "1"]) == 2
+    assert "In foresay" not in capsys.readouterr().err
+    assert list(dialects.unread({"OLLAMA_HOST": "::", "VLLM_API_KEY": ""})) == [
+        "OLLAMA_HOST is not read; in foresay it is --host and --port"
+    ]

@@ -141,13 +141,25 @@ def use_fused_layers(model: CausalModel, *, compiled: bool = False) -> UnfusedRe
     except Exception as error:  # modules may lack anything: the family's own code runs then
         model.fused = None
         return UnfusedReason(f"{type(error).__name__}: {error}", expected=False)
-    rounded = 2 * _ROUNDED if model.rewinds_states else _ROUNDED  # states carry the rounding of all tokens before
-    allowed = rounded if "int8" in activations_of(model.model) else _allowed(model)
+    allowed = _allowed_on_kernels(model)
     if not difference <= allowed:  # rejects NaN, too
         model.fused = None
         reason = f"its scores differ from its own code's by {difference:.1e} of their range, {allowed:.0e} allowed"
         return UnfusedReason(reason, expected=False)
     return None
+
+
+def judged(model: CausalModel | Seq2SeqModel) -> str:
+    """Describe the difference that `probe` finds, and whether it is one of rounding."""
+    difference, allowed = probe(model), _allowed_on_kernels(model)
+    found = "good" if difference <= allowed else "NOT GOOD"
+    return f"{found}: cached and uncached scores differ by {difference:.1e} of their range, {allowed:.0e} allowed"
+
+
+def _allowed_on_kernels(model: CausalModel | Seq2SeqModel) -> float:
+    if "int8" not in activations_of(model.model):
+        return _allowed(model)
+    return 2 * _ROUNDED if getattr(model, "rewinds_states", False) else _ROUNDED  # states carry that of all tokens
 
 
 def _allowed(model: CausalModel | Seq2SeqModel) -> float:
