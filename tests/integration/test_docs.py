@@ -103,6 +103,7 @@ PAGES = {
     "docs/how-to/chat.md": [],
     "docs/how-to/check.md": ["6 of 6 are the same", "(+0.0%)"],
     "docs/how-to/memory.md": ["\n"],
+    "docs/how-to/kept-prompts.md": ["True\n"],
     "docs/reference/expressions.md": ["False\n"],
     "docs/reference/errors.md": ["Did you mean 'suffix'?"],
 }

@@ -71,7 +71,7 @@ ORDER = {
         "grammar_process < prompts < schema_compiler"
     ),
     "spec": "expressions settings_file < recipe < third_party ngram_recipes < recipes < remembering",
-    "generation": "result scoring < session < session_thread < generator < load < method",
+    "generation": "result scoring kept_prompts < session < session_thread < generator < load < method",
     "server": (
         "hints chat_page residency < errors acceptance settings < metrics queues < fields logprobs guards connections "
         "< option_fields output_fields < requests < events drafting_choice < formats shared < served < service < "

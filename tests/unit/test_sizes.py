@@ -11,10 +11,10 @@ SOURCE = Path(foresay.__file__).parents[1]
 TESTS = Path(__file__).parents[1]
 MOST = {
     ".": 752,
-    "cli": 3541,
-    "decoding": 4823,
+    "cli": 3560,
+    "decoding": 4826,
     "drafters": 4523,
-    "engine": 1289,
+    "engine": 1329,
     "foresay_lab": 392,
     "foresay_lab/bench": 699,
     "foresay_lab/check": 381,
@@ -25,7 +25,7 @@ MOST = {
     "foresay_lab/report": 819,
     "foresay_lab/training": 3375,
     "foresay_lab/workers": 517,
-    "generation": 1639,
+    "generation": 1897,
     "integrations": 790,
     "lengths": 1172,
     "models": 985,
@@ -39,11 +39,11 @@ MOST = {
     "models/llama_cpp": 458,
     "models/sources": 4286,
     "records": 1085,
-    "server": 5965,
+    "server": 5974,
     "spec": 1325,
     "text": 4926,
     "kernels in C++": 3873,
-    "tests": 60372,
+    "tests": 60599,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

@@ -86,7 +86,7 @@ def sampled(params: SamplingParams, generator: Generator) -> SamplingParams:
 
 
 _LOADED = tuple(f.name for f in fields(LoadOptions) if f.name != "progress")
-_ARGUMENTS = ("draft", "drafter", "length", "rule", "sampling", *_LOADED)
+_ARGUMENTS = ("draft", "drafter", "length", "rule", "sampling", "keep_prompts", "keep_prompts_gb", *_LOADED)
 PLAIN: dict[str, Any] = {"draft": None, "drafter": "none", "length": None, "rule": None}
 """Arguments of `foresay.load` for plain decoding, whatever the options name."""
 
@@ -99,8 +99,10 @@ def load_arguments(given: Given, **more: Any) -> dict[str, Any]:
         found |= {"drafter": model_expression(found["draft"]), "draft": None}
     if found["max_memory"] is not None:
         found["max_memory"] = memory_sizes(found["max_memory"])
-    if found["offload_folder"] is not None:
-        found["offload_folder"] = str(found["offload_folder"])
+    if found["keep_prompts_gb"] is not None and found["keep_prompts"] is None:
+        raise ConfigError("needs --keep-prompts DIR", param="keep_prompts_gb", value=found["keep_prompts_gb"])
+    for name in ("offload_folder", "keep_prompts"):
+        found[name] = None if found[name] is None else str(found[name])
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -30,7 +30,7 @@ from foresay.text.prompts import as_chat
 
 def run(given: Given) -> int:
     """Run the command."""
-    params = sampling_params(given)
+    params = SamplingParams.of(sampling_params(given), keep_prompt=given.keep_prompts is not None)
     _refuse_contradictions(given)
     chosen = given.drafter if given.compare and given.drafter not in ((), ("auto",)) else ()
     lengths, rule = [given.length] if given.length else [], given.rule or "speculative"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from foresay.cli.command import argument, group, option
+from foresay.cli.command import Option, argument, group, option
 from foresay.errors import ConfigError
 
 DRAFTING, MACHINE, SAMPLING = "Drafting", "Machine", "Sampling"
@@ -88,6 +88,16 @@ ALL_SAMPLING = group(
 LOGPROBS = option("--logprobs N", "Report log-probabilities, and those of the N most likely tokens; needs --json.")
 
 # -- batches, workers, output
+
+
+def keep_prompts() -> Option:
+    """Return the option that names a folder of kept prompts."""
+    return option(
+        "--keep-prompts DIR",
+        "Folder that keeps the keys and values of prompts, so that a later process need not prefill them. Its files hold prompts "
+        "in the clear.",
+    )
+
 
 MAX_BATCH = option("--batch-size N", "Rows decoded at a time.  [default: the settings file's, else 32]")
 

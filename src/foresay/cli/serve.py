@@ -39,6 +39,10 @@ def _settings(given: Given, max_loaded: int) -> ServerSettings:
             raise ConfigError("must be *, or an origin without a path: https://example.org", param="cors", value=origin)
     if given.memory is None and (given.memory_shared or not given.memory_prompts):
         raise ConfigError("and --no-memory-prompts need --memory DIR", param="memory_shared")
+    if given.keep_prompts is not None and given.share_prefixes == "none":
+        raise ConfigError(
+            "and {keep_prompts} contradict; drop one", param="share_prefixes", value="none", keep_prompts=...
+        )
     for name in given.allow_host:
         if not re.fullmatch(r"[\w.-]+|\[[0-9a-fA-F:]+\]", name):
             raise ConfigError("must be a host name such as example.org, without port", param="allow_host", value=name)

@@ -98,6 +98,8 @@ class SamplingParams:
     """Owner of the request's text: drafters that keep texts never draft from those of another owner."""
     cache_salt: str = ""
     """Keys and values of a common prefix are shared only with requests of the same salt."""
+    keep_prompt: bool = False
+    """Keep the prompt's keys and values in the folder `keep_prompts` of `load`, if there is one, though it is used once."""
     visible_token_ids: tuple[int, ...] = ()
     """Special tokens that are part of the text; others are left out of it."""
     ignore_eos: bool = False
@@ -251,6 +253,7 @@ class SamplingChanges(TypedDict, total=False):
     prediction: Sequence[int]
     owner: str
     cache_salt: str
+    keep_prompt: bool
     visible_token_ids: Sequence[int]
     ignore_eos: bool
     logprobs: int | None

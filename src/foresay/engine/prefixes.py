@@ -52,6 +52,22 @@ class RewindsToSnapshots(Protocol):
         ...
 
 
+class KeepsPrefixes(Protocol):
+    """Prefixes that outlive the process; see generation/kept_prompts.py."""
+
+    def longest(self, salt: str, wanted: IntArray, layers: Sequence[int]) -> tuple[int, Any]:
+        """Return the length and key of the longest kept prefix of tokens that has hidden states of layers; 0 for none."""
+        ...
+
+    def load(self, key: Any, layers: Sequence[int]) -> tuple[Any, Mapping[int, torch.Tensor]] | None:
+        """Return its copy of slots, and hidden states; None if it cannot be read."""
+        ...
+
+    def keep(self, salt: str, tokens: IntArray, slots: Any, hidden: Mapping[int, torch.Tensor]) -> None:
+        """Keep a prefix; its slots are a copy that nothing changes."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Saved:
     """Prefix of a row that has ended: its tokens, slots and hidden states."""
@@ -84,14 +100,17 @@ def _key(row: Row, length: int) -> _Key:
 class PrefixStore:
     """Finds, copies and stores prefixes of rows."""
 
-    def __init__(self, max_bytes: int = 0) -> None:
-        """max_bytes: size limit of prefixes of ended rows; 0 searches active rows only."""
+    def __init__(self, max_bytes: int = 0, kept: KeepsPrefixes | None = None) -> None:
+        """max_bytes: size limit of prefixes of ended rows; 0 searches active rows only. kept: those that outlive a process."""
         self.max_bytes = check_int("prefix_bytes", max_bytes, 0)
         self.hidden_layers: tuple[int, ...] = ()
         """Layers whose hidden states must be available for the whole prefix, for a drafter that reads them."""
         self._saved: OrderedDict[_Key, _Saved] = OrderedDict()
         self.nbytes = 0
         """Size of the prefixes of ended rows in bytes."""
+        self._kept = kept
+        self._used_again: dict[int, int] = {}
+        """Tokens of the prefix that an active row shares with an earlier one, by request."""
 
     def __len__(self) -> int:
         """Number of prefixes of ended rows."""
@@ -156,12 +175,19 @@ class PrefixStore:
             if one.salt == rows[index].params.cache_salt
         ]
         saved, key = max(own, default=(0, _NO_KEY))
+        kept, file = (0, None)
+        if self._kept is not None:
+            kept, file = self._kept.longest(rows[index].params.cache_salt, wanted, self.hidden_layers)
         upcoming, awaited = max(((common_prefix(rows[i].tokens[:-1], wanted), i) for i in earlier), default=(0, -1))
-        if upcoming >= MIN_TOKENS and upcoming > max(length, saved):
+        if upcoming >= MIN_TOKENS and upcoming > max(length, saved, kept):
             return awaited
-        if max(length, saved) < MIN_TOKENS:
+        found = None if self._kept is None or kept <= max(length, saved) else self._kept.load(file, self.hidden_layers)
+        if found is None and max(length, saved) < MIN_TOKENS:
             return None
-        if saved > length:
+        if found is not None:
+            length, (slots, hidden) = kept, found
+            cache.load_prefix(index, slots, length)
+        elif saved > length:
             length = saved
             self._saved.move_to_end(key)
             cache.load_prefix(index, self._saved[key].slots, length)
@@ -171,12 +197,18 @@ class PrefixStore:
             hidden = rows[source].prompt_hidden
         rows[index].prompt_hidden = {layer: hidden[layer][:length] for layer in self.hidden_layers}
         rows[index].num_cached = length
+        self._used_again[rows[index].request_id] = length
         return None
 
     def save(self, cache: KVCache, row: Row, index: int) -> None:
         """Store the prefix of a row that ends."""
+        again = self._used_again.pop(row.request_id, 0)
         length = min(cache.lengths[index], row.size - 1, self._reusable(row))
-        if not self.max_bytes or not isinstance(cache, SharesPrefixes) or row.source is not None or length < MIN_TOKENS:
+        if not isinstance(cache, SharesPrefixes) or row.source is not None or length < MIN_TOKENS:
+            return
+        if self._kept is not None:
+            self._keep(cache, row, index, min(length, row.prompt_length if row.params.keep_prompt else again))
+        if not self.max_bytes:
             return
         tokens = row.tokens[:length].copy()
         salt = row.params.cache_salt
@@ -195,6 +227,14 @@ class PrefixStore:
         self.nbytes += saved.nbytes
         while self.nbytes > self.max_bytes:
             self._drop(next(iter(self._saved)))
+
+    def _keep(self, cache: SharesPrefixes, row: Row, index: int, length: int) -> None:
+        """Keep the first tokens of a row beyond the process, unless they are kept."""
+        salt, tokens = row.params.cache_salt, row.tokens[:length].copy()
+        assert self._kept is not None
+        if length >= MIN_TOKENS and self._kept.longest(salt, tokens, self.hidden_layers)[0] < length:
+            hidden = {layer: row.prompt_hidden[layer][:length].clone() for layer in self.hidden_layers}
+            self._kept.keep(salt, tokens, cache.save_prefix(index, length), hidden)
 
     def _drop(self, key: _Key) -> None:
         if key in self._saved:

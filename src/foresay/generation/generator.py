@@ -26,6 +26,7 @@ from foresay.engine import Engine
 from foresay.engine.chunked_prefill import OFFLINE_WAIT_S, WAIT_S
 from foresay.engine.prefixes import PrefixStore
 from foresay.errors import ConfigError, PromptError
+from foresay.generation.kept_prompts import KeptPrompts
 from foresay.generation.result import Chunk, Generation
 from foresay.generation.session import Session
 from foresay.generation.session_thread import SessionThread
@@ -63,6 +64,7 @@ class Generator:
         resources: Resources | None = None,
         forget: Callable[[], None] | None = None,
         share_prefixes: bool = True,
+        kept_prompts: KeptPrompts | None = None,
     ) -> None:
         """Combine the parts that `foresay.load` makes.
 
@@ -77,7 +79,9 @@ class Generator:
             resources: Needed by `foresay.change`.
             forget: Clears the drafter's state that outlives requests.
             share_prefixes: Copy keys and values of common prefixes instead of prefilling them.
+            kept_prompts: Beginnings of prompts in a folder.
         """
+        self.kept_prompts = kept_prompts
         self.share_prefixes = check_flag("share_prefixes", share_prefixes)
         self._own_length = None if hasattr(length, "budget") else length
         self.target, self.rule = target, rule
@@ -111,6 +115,8 @@ class Generator:
         """
         if self._live.present():
             self._live.close()
+        if self.kept_prompts is not None:
+            self.kept_prompts.close()
         for memory in () if self.resources is None else self.resources.memories.values():
             memory.close()
 
@@ -142,6 +148,7 @@ class Generator:
             resources=self.resources,
             forget=self._forget,
             share_prefixes=self.share_prefixes,
+            kept_prompts=self.kept_prompts,
         )
         if same:
             out.policy = self.policy  # keeps its measurements
@@ -167,6 +174,7 @@ class Generator:
             max_batch_size=self.max_batch_size,
             resources=self.resources,
             share_prefixes=self.share_prefixes,
+            kept_prompts=self.kept_prompts,
         )
 
     def make_drafter(self) -> Drafter | None:
@@ -191,7 +199,7 @@ class Generator:
         if busy is not None and busy.has_work and busy.drafter is not None and busy.drafter.inner is drafter:
             text = "is in use by another call; pass a function that makes drafters"
             raise ConfigError(text, param="drafter", value=type(drafter).__name__)
-        shared: dict[str, Any] = {}
+        shared, shares = dict[str, Any](), self.share_prefixes
         if self._is_shared:
             shared["prefill_clock"] = None
             shared["draw_seed"] = lambda: distributed.broadcast_first([secrets.randbelow(MAX_SEED)])[0]
@@ -201,7 +209,7 @@ class Generator:
             self.rule,
             BroadcastLength(self.policy) if shared else self.policy,
             max_batch_size=self.max_batch_size,
-            prefixes=PrefixStore(prefix_bytes) if self.share_prefixes and prefix_bytes is not None else None,
+            prefixes=PrefixStore(prefix_bytes, self.kept_prompts) if shares and prefix_bytes is not None else None,
             prefill_wait_s=prefill_wait_s,
             observers=observers,
             **shared,

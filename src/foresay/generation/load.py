@@ -16,6 +16,7 @@ from foresay.decoding.protocols import Drafter, LengthPolicy, Rule
 from foresay.engine.loop import MAX_BATCH_SIZE
 from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
+from foresay.generation.kept_prompts import KeptPrompts, keeping
 from foresay.lengths import LENGTHS, ConstantLength
 from foresay.models.sources.catalogue import PUBLISHED, published_drafter
 from foresay.models.sources.generation_settings import GenerationSettings
@@ -49,6 +50,8 @@ def load(
     share_prefixes: bool = True,
     memory: str | os.PathLike[str] | None = None,
     memory_prompts: bool = True,
+    keep_prompts: str | os.PathLike[str] | None = None,
+    keep_prompts_gb: float = 10.0,
     sampling: str | None = None,
     **options: Unpack[LoadKeywords],
 ) -> Generator:
@@ -75,6 +78,9 @@ def load(
         share_prefixes: Copy keys and values of common prefixes instead of prefilling them (the same bits).
         memory: A folder, created if missing, that keeps outputs; the drafter also copies from them.
         memory_prompts: Keep prompts in `memory` too.
+        keep_prompts: A folder, created if missing, that keeps the keys and values of beginnings of prompts that are used twice,
+            or that a request names (`keep_prompt`): a later process copies them instead of prefilling them (the same bits).
+        keep_prompts_gb: Gigabytes that the folder may take; the least recently used files are removed.
         sampling: Defaults of parameters that a request leaves out: "foresay" (greedy, the default) or "model", those of the
             model's generation config. That config's constraints, such as a repetition penalty, always apply, as in
             transformers' `generate`.
@@ -112,7 +118,10 @@ def load(
     chosen = asked.with_published(target).chosen()
     loaded = resolve(target, chosen.options, tokenizer, eos_token_ids, sampling=sampling)
     loaded.generation.check(loaded.name)
-    return chosen.generator(Resources(loaded, chosen.options), share_prefixes)
+    kept = None
+    if keep_prompts is not None:
+        kept = keeping(loaded, keep_prompts, keep_prompts_gb, share_prefixes=share_prefixes)
+    return chosen.generator(Resources(loaded, chosen.options), share_prefixes, kept)
 
 
 def check_model(settings: Settings, arguments: Mapping[str, Any]) -> tuple[int, int]:
@@ -130,6 +139,8 @@ def check_model(settings: Settings, arguments: Mapping[str, Any]) -> tuple[int, 
     """
     given, own = dict(arguments), {f.name for f in dataclasses.fields(Arguments)} - {"options"}
     GenerationSettings().with_sampling(given.pop("sampling", None))
+    for name in ("keep_prompts", "keep_prompts_gb"):  # which are checked when the model is loaded
+        given.pop(name, None)
     values = {name: given.pop(name) for name in own & given.keys()}
     asked = Arguments(**values, options=given).filled(settings)
     if asked.drafter == PUBLISHED:  # found, and perhaps downloaded, when the model is loaded
@@ -263,7 +274,7 @@ class Chosen:
     remembered: Callable[[str], str] = str
     """Adds a memory to the expression of the default drafter."""
 
-    def generator(self, resources: Resources, share_prefixes: bool) -> Generator:
+    def generator(self, resources: Resources, share_prefixes: bool, kept: KeptPrompts | None = None) -> Generator:
         """Return the Generator of a loaded target; here its default drafter is chosen, if none is named."""
         method, policy = self.method, self.policy
         if method is None:
@@ -282,6 +293,7 @@ class Chosen:
             resources=resources,
             forget=recipe.forget,
             share_prefixes=share_prefixes,
+            kept_prompts=kept,
         )
 
     def check_method(self, method: Method) -> None:
@@ -331,7 +343,7 @@ def change(
     )
     chosen = asked.with_published(resources.target.name, resources.options).chosen()
     if drafter is not None:
-        return chosen.generator(resources, generator.share_prefixes)
+        return chosen.generator(resources, generator.share_prefixes, generator.kept_prompts)
     policy = read_policy(generator.drafter_name, num_draft_tokens, length)
     if parse(generator.drafter_name).name in DRAFTERS:  # an expression, not the class of an own drafter
         check_length(policy, read_method(generator.drafter_name))

@@ -207,6 +207,7 @@ async def _prepare(model: Served, request: ChatRequest | CompletionRequest, stat
     ids = await model.encoded(prompts, None if before is None else before.options)
     params = request.params(model.generator.target.model.max_length - max(len(one) for one in ids))
     params = model.owned(params, state, request.cache_salt)
+    params = replace(params, keep_prompt=bool(request.prompt_cache_key))
     field, source = constraint or ("tools", None)
     if before is not None and chat is not None:
         # stop strings end content, which an output of required calls does not have

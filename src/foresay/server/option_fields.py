@@ -29,7 +29,7 @@ class Labelled(Fields):
     """A part of a request that clients may mark for a cache."""
 
     cache_control: dict[str, Any] | None = None
-    """Accepted and ignored: the beginnings of prompts are always cached."""
+    """Has the prompt kept, if the server keeps prompts; else ignored: the beginnings of prompts are always cached."""
 
 
 class TextPart(Labelled):

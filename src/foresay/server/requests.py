@@ -154,11 +154,12 @@ class OpenAIFields(Common):
     """Limit on the tokens of reasoning; -1 is none."""
     cache_salt: Salt | None = None
     """Requests with different salts share nothing."""
+    prompt_cache_key: StrictStr | None = None
+    """Any but an empty one has the prompt kept, if the server keeps prompts (`--keep-prompts`), though it is used once."""
     user: StrictStr | None = None
     safety_identifier: StrictStr | None = None
-    prompt_cache_key: StrictStr | None = None
     store: StrictBool | None = None
-    """These four fields label a request. Any value is accepted and ignored."""
+    """These three fields label a request. Any value is accepted and ignored."""
 
 
 class _Sampled(OutputFields, OpenAIFields):

@@ -107,6 +107,32 @@ def test_the_first_of_several_outputs_counts(serve: Any) -> None:
     assert cached(running, n=2) == 0 < cached(running, n=2) < len(PROMPT)
 
 
+def test_kept_prompts_outlive_a_server_and_belong_to_an_owner(chat_folder: Path, tmp_path: Path, serve: Any) -> None:
+    """Prompts that a request names, and beginnings that are used twice."""
+    prompts = [[start, *range(70, 170)] for start in range(4)]
+
+    def begun() -> Running:
+        loaded = foresay.load(str(chat_folder), drafter="none", keep_prompts=tmp_path / "kept")
+        running: Running = serve(loaded, keys=KEYS)
+        return running
+
+    first = begun()
+    assert cached(first, "one", prompt=prompts[0]) == 0 == cached(first, "one", prompt=prompts[1], prompt_cache_key="k")
+    marked = [
+        {"role": "user", "content": [{"type": "text", "text": "x" * 100, "cache_control": {"type": "ephemeral"}}]}
+    ]
+    answer(first, "one", "messages", messages=marked)
+    assert [cached(first, "one", prompt=prompts[2]) > 0 for _ in range(2)] == [False, True]
+    first.close()
+    first.model.generator.close()
+    assert len([*(tmp_path / "kept").glob("*.safetensors")]) == 3
+    second = begun()
+    assert [cached(second, "one", prompt=one) > 0 for one in prompts] == [False, True, True, False]
+    assert answer(second, "one", "messages", messages=marked)["usage"]["cache_read_input_tokens"] > 0
+    third = begun()
+    assert cached(third, "two", prompt=prompts[1]) == 0 == cached(third, "one", prompt=prompts[1], cache_salt="a")
+
+
 @pytest.fixture
 def started(chat_folder: Path, tmp_path: Path) -> Iterator[Any]:
     begun: list[Running] = []

@@ -19,6 +19,7 @@ GENERATE = command(
     opt.LOGPROBS,
     option("--lines", "Decode each line as a prompt, all in one batch."),
     opt.MAX_BATCH,
+    opt.keep_prompts(),
     raw(),
     opt.TRACE,
     option("--compare", "Then decode without speculation and with each drafter; exit code 1 if the outputs differ."),
@@ -74,6 +75,8 @@ _SERVER = group(
         "Folder that keeps outputs and prompts, from which later requests draft; apart for each API key.",
     ),
     option("--memory-prompts/--no-memory-prompts", "Keep prompts, not only outputs.", True),
+    opt.keep_prompts(),
+    option("--keep-prompts-gb N", "Gigabytes that this folder may take.  [default: 10]", type=float),
     option("--memory-shared", "Let requests of all API keys draft from each other's texts."),
     option(
         "--share-prefixes WITH",

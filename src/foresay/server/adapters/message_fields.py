@@ -201,6 +201,12 @@ class CountRequest(Labelled):
             raise FieldError("messages", ": at least one needs a text, a call or a result")
         return messages
 
+    def _is_marked(self) -> bool:
+        """Return True if some part is marked for a cache."""
+        texts = [self.system, *(turn.content for turn in self.messages)]
+        parts = [self, *(self.tools or ()), *(part for one in texts if isinstance(one, list) for part in one)]
+        return any(getattr(part, "cache_control", None) for part in parts)
+
     def chat(self, **more: Any) -> ChatRequest:
         """Return the chat request, with more fields. A last message of the assistant is continued."""
         messages = self.conversation()
@@ -213,6 +219,7 @@ class CountRequest(Labelled):
             enable_thinking={"disabled": False, "enabled": True}.get(self.thinking.type if self.thinking else ""),
             thinking_token_budget=self.thinking and self.thinking.limit,
             reasoning_effort=self.output_config and self.output_config.effort,
+            prompt_cache_key="cache_control" if self._is_marked() else None,
             **more,
         )
 

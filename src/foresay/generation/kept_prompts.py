@@ -1,0 +1,238 @@
+"""Beginnings of prompts in a folder: keys and values that outlive the process, in the bits in which they were computed.
+
+Owns the files, their index, and the thread that writes them. A file belongs to one model (its weights, the kernels' results and
+the cache's layout), one salt and one sequence of tokens; nothing else ever reads it. The least recently used files are removed to
+stay within a limit. A file that is damaged, foreign or of another model is left alone. Files hold prompts in the clear: new
+folders have the mode 0700, files 0600.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from foresay.checks import check_float
+from foresay.decoding.passes import ModelInput
+from foresay.decoding.rows import IntArray, common_prefix
+from foresay.errors import ConfigError
+from foresay.files import fingerprint, work_folder, writing
+from foresay.models.cache.slot_cache import SlotCache
+from foresay.models.cache.stores import SavedSlots
+from foresay.models.sources.wrapping import LoadedModel
+from foresay.version import __version__
+
+logger = logging.getLogger("foresay")
+MIN_TOKENS = 64
+"""Shorter beginnings are not kept: prefilling them takes no longer than reading a file."""
+_FORMAT, _VERSION, _SUFFIX = "foresay-prompt", "1", ".safetensors"
+_PROBE = 64
+"""Tokens of the pass whose results are a part of a model's identity: they depend on its weights and kernels to the bit."""
+_MOST_WAITING = 4
+"""Beginnings that wait to be written; further ones are kept when they are used again."""
+Layout = tuple[tuple[str, tuple[int, ...]] | None, ...]
+"""dtype, and shape after the slots, of the keys and of the values of each layer; None for a layer without any."""
+
+
+def layout_of(saved: SavedSlots) -> Layout:
+    """Return the layout of a copy of slots."""
+    parts = [one for part in saved.parts for one in (part or (None, None))]
+    return tuple(None if one is None else (str(one.dtype), tuple(one.shape[1:])) for one in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPrompt:
+    """A file: one owner's tokens, and layers whose hidden states it has."""
+
+    path: Path
+    salt: str
+    tokens: IntArray
+    layers: frozenset[int]
+
+
+class KeptPrompts:
+    """Beginnings of prompts of one model in a folder, which other processes may use, too. All methods are thread-safe."""
+
+    def __init__(self, folder: str | os.PathLike[str], max_bytes: int, identity: str, layout: Layout) -> None:
+        """identity: of the model's weights and results. layout: of its cache. Raises ConfigError if the folder cannot be made."""
+        self.folder, self.max_bytes = Path(folder), max_bytes
+        self._identity = hashlib.sha256(f"{_VERSION} {identity} {layout}".encode()).hexdigest()
+        self._layout, self._lock = layout, Lock()
+        with writing(self.folder):
+            if not self.folder.is_dir():
+                self.folder.mkdir(parents=True, mode=0o700)
+        self._known: dict[str, KeptPrompt | None] = {}
+        """By the file's name; None for one of another model, or one that cannot be read."""
+        self._seen = -1
+        self._writer = ThreadPoolExecutor(1, "foresay-kept-prompts")
+        self._waiting: dict[str, Future[None]] = {}
+        self._refused = False
+
+    def longest(self, salt: str, wanted: IntArray, layers: Sequence[int]) -> tuple[int, KeptPrompt | None]:
+        """Return the file with the longest prefix in common with some tokens, and that length; (0, None) for none.
+
+        layers: those whose hidden states it must have.
+        """
+        with self._lock:
+            self._look()
+            some = [one for one in self._known.values() if one is not None and one.salt == _digest(salt)]
+        found = [(common_prefix(one.tokens, wanted), i) for i, one in enumerate(some) if one.layers >= {*layers}]
+        length, index = max(found, default=(0, -1))
+        return (length, some[index]) if length >= MIN_TOKENS else (0, None)
+
+    def load(self, one: KeptPrompt, layers: Sequence[int]) -> tuple[SavedSlots, dict[int, torch.Tensor]] | None:
+        """Return keys, values and hidden states of a file; None if it is gone or damaged, which is logged once."""
+        try:
+            with safe_open(one.path, framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                digest = file.metadata()["digest"]
+            if digest != _digest_of(tensors):
+                raise ValueError("its contents have changed")
+            pairs = zip(*[iter(self._slots(tensors, len(one.tokens)))] * 2, strict=True)
+            slots = SavedSlots(tuple(None if a is None or b is None else (a, b) for a, b in pairs))
+            os.utime(one.path)
+            return slots, {layer: tensors[f"hidden.{layer}"] for layer in layers}
+        except Exception as error:  # of any library that reads it
+            self._leave(one.path, error)
+            return None
+
+    def keep(self, salt: str, tokens: IntArray, slots: SavedSlots, hidden: Mapping[int, torch.Tensor]) -> None:
+        """Write the beginning of a prompt, on another thread. slots: a copy that nothing changes from now on."""
+        if len(tokens) < MIN_TOKENS or layout_of(slots) != self._layout:
+            return
+        name = hashlib.sha256(f"{self._identity} {_digest(salt)} ".encode() + tokens.tobytes()).hexdigest() + _SUFFIX
+        with self._lock:
+            self._waiting = {other: one for other, one in self._waiting.items() if not one.done()}
+            if name in self._waiting or name in self._known or len(self._waiting) >= _MOST_WAITING or self._refused:
+                return
+            self._waiting[name] = self._writer.submit(self._write, name, salt, tokens, slots, dict(hidden))
+
+    def close(self) -> None:
+        """Wait until all is written."""
+        with self._lock:
+            waiting = list(self._waiting.values())
+        for one in waiting:
+            one.result()
+
+    def _look(self) -> None:
+        """Read the headers of new files, and forget those that are gone."""
+        with suppress(OSError):
+            if (changed := self.folder.stat().st_mtime_ns) == self._seen:
+                return
+            names = {path.name for path in self.folder.glob(f"*{_SUFFIX}")}
+            self._known = {name: one for name, one in self._known.items() if name in names}
+            for name in sorted(names - self._known.keys()):
+                self._known[name] = self._read(self.folder / name)
+            self._seen = changed
+
+    def _read(self, path: Path) -> KeptPrompt | None:
+        """Return what the header of a file names; None for a file of another model."""
+        try:
+            with safe_open(path, framework="np") as file:
+                found: dict[str, str] = file.metadata() or {}
+                if (found.get("format"), found.get("identity")) != (_FORMAT, self._identity):
+                    return None
+                tokens = file.get_tensor("tokens").astype(np.int64)
+                layers = frozenset(int(key.split(".")[1]) for key in file.keys() if key.startswith("hidden."))  # noqa: SIM118
+            if tokens.ndim != 1 or len(tokens) < MIN_TOKENS:
+                raise ValueError("it has no tokens")
+            return KeptPrompt(path, found["salt"], tokens, layers)
+        except Exception as error:  # of any library that reads it
+            self._leave(path, error)
+            return None
+
+    def _leave(self, path: Path, error: Exception) -> None:
+        """Log why a file is not used, which it is not from now on."""
+        if self._known.get(path.name, path) is not None:
+            logger.warning("%s is not used: %s", path, error)
+        self._known[path.name] = None
+
+    def _slots(self, tensors: Mapping[str, torch.Tensor], count: int) -> list[torch.Tensor | None]:
+        """Return the keys and values of all layers in turn. Raises ValueError for another layout, KeyError for a missing one."""
+        out: list[torch.Tensor | None] = []
+        for i, expected in enumerate(self._layout):
+            one = None if expected is None else tensors[f"slots.{i}"]
+            if one is not None and (str(one.dtype), (len(one), *one.shape[1:])) != (expected[0], (count, *expected[1])):  # type: ignore[index]
+                raise ValueError(f"its tensor slots.{i} is {one.dtype} {tuple(one.shape)}")
+            out.append(one)
+        return out
+
+    def _write(
+        self, name: str, salt: str, tokens: IntArray, slots: SavedSlots, hidden: Mapping[int, torch.Tensor]
+    ) -> None:
+        parts = [one for part in slots.parts for one in (part or (None, None))]
+        tensors = {f"slots.{i}": one.contiguous() for i, one in enumerate(parts) if one is not None}
+        tensors |= {f"hidden.{layer}": states.contiguous() for layer, states in hidden.items()}
+        tensors["tokens"] = torch.from_numpy(tokens.astype(np.int32))
+        stated = {"format": _FORMAT, "version": _VERSION, "identity": self._identity, "salt": _digest(salt)}
+        try:
+            with writing(self.folder), work_folder("prompt", self.folder) as work:
+                save_file(tensors, work / name, stated | {"digest": _digest_of(tensors)})
+                os.chmod(work / name, 0o600)
+                with (work / name).open("rb+") as file:
+                    os.fsync(file.fileno())
+                os.replace(work / name, self.folder / name)
+                self._make_room(self.folder / name)
+        except ConfigError as error:
+            self._refused = True
+            logger.warning("prompts are not kept from now on: %s", error)
+
+    def _make_room(self, newest: Path) -> None:
+        """Remove the least recently used files beyond the limit, of all models."""
+        files = [(one.stat().st_mtime_ns, one.stat().st_size, one) for one in self.folder.glob(f"*{_SUFFIX}")]
+        room = self.max_bytes - newest.stat().st_size
+        for _, size, path in sorted(files, reverse=True):
+            if path != newest and (room := room - size) < 0:
+                path.unlink(missing_ok=True)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _digest_of(tensors: Mapping[str, Any]) -> str:
+    """Return a digest of the contents of all tensors."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        found.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)} ".encode())
+        found.update(tensors[name].contiguous().view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def keeping(
+    loaded: LoadedModel, folder: str | os.PathLike[str], gigabytes: float, *, share_prefixes: bool = True
+) -> KeptPrompts:
+    """Return the kept prompts of a model.
+
+    Raises ConfigError for a model whose cache is more than keys and values on a CPU, for one without sharing of prefixes, and for
+    a folder that cannot be made.
+    """
+    if not isinstance(folder, str | os.PathLike):
+        raise ConfigError("must be the path of a folder", param="keep_prompts", value=folder)
+    if not share_prefixes:
+        raise ConfigError("needs {share_prefixes}", param="keep_prompts", value=folder, share_prefixes=True)
+    most = check_float("keep_prompts_gb", gigabytes, 0.0, 1e6, open_low=True)
+    model, cache = loaded.model, loaded.model.new_cache()
+    if type(cache) is not SlotCache or model.capabilities.reads_source or getattr(model, "is_shared", False):
+        text = "is for decoder-only models whose keys and values are all that one process on a CPU caches, unlike this one's"
+        raise ConfigError(text, param="keep_prompts", value=folder)
+    cache.add_rows(1)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, model.vocab_size, (1, min(_PROBE, model.max_length)), generator=generator)
+    scores = model.forward(ModelInput(ids, [ids.shape[1]]), cache).scores()
+    saved = cache.save_prefix(0, ids.shape[1])
+    results = {"scores": scores.cpu(), **{str(i): one for i, part in enumerate(saved.parts) for one in part or ()}}
+    identity = f"{__version__} {loaded.name} {fingerprint(loaded.name).hex()} {loaded.precision} {_digest_of(results)}"
+    return KeptPrompts(folder, int(most * 1e9), identity, layout_of(saved))
