@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
+from threading import Lock, get_native_id
 from typing import Any
 
 import numpy as np
@@ -76,7 +76,7 @@ class KeptPrompts:
         self._known: dict[str, KeptPrompt | None] = {}
         """By the file's name; None for one of another model, or one that cannot be read."""
         self._seen = -1
-        self._writer = ThreadPoolExecutor(1, "foresay-kept-prompts")
+        self._writer = ThreadPoolExecutor(1, "foresay-kept-prompts", initializer=_give_way)
         self._waiting: dict[str, Future[None]] = {}
         self._refused = False
 
@@ -196,6 +196,12 @@ class KeptPrompts:
         for _, size, path in sorted(files, reverse=True):
             if path != newest and (room := room - size) < 0:
                 path.unlink(missing_ok=True)
+
+
+def _give_way() -> None:
+    """Let this thread run where others leave time: passes take all processors, and wait for their slowest thread."""
+    with suppress(OSError, AttributeError):  # Linux has priorities of threads
+        os.setpriority(os.PRIO_PROCESS, get_native_id(), 19)
 
 
 def _digest(text: str) -> str:
