@@ -102,8 +102,11 @@ class KeptPrompts:
                 raise ValueError("its contents have changed")
             pairs = zip(*[iter(self._slots(tensors, len(one.tokens)))] * 2, strict=True)
             slots = SavedSlots(tuple(None if a is None or b is None else (a, b) for a, b in pairs))
-            os.utime(one.path)
+            with suppress(OSError):  # a folder that others write
+                os.utime(one.path)
             return slots, {layer: tensors[f"hidden.{layer}"] for layer in layers}
+        except FileNotFoundError:  # another process made room
+            return None
         except Exception as error:  # of any library that reads it
             self._leave(one.path, error)
             return None
@@ -115,7 +118,7 @@ class KeptPrompts:
         name = hashlib.sha256(f"{self._identity} {_digest(salt)} ".encode() + tokens.tobytes()).hexdigest() + _SUFFIX
         with self._lock:
             self._waiting = {other: one for other, one in self._waiting.items() if not one.done()}
-            if name in self._waiting or name in self._known or len(self._waiting) >= _MOST_WAITING or self._refused:
+            if name in self._waiting or self._known.get(name) or len(self._waiting) >= _MOST_WAITING or self._refused:
                 return
             self._waiting[name] = self._writer.submit(self._write, name, salt, tokens, slots, dict(hidden))
 
@@ -185,6 +188,8 @@ class KeptPrompts:
                     os.fsync(file.fileno())
                 os.replace(work / name, self.folder / name)
                 self._make_room(self.folder / name)
+            with self._lock:  # it may replace one that was damaged
+                self._known.pop(name, None)
         except ConfigError as error:
             self._refused = True
             logger.warning("prompts are not kept from now on: %s", error)
@@ -240,5 +245,6 @@ def keeping(
     scores = model.forward(ModelInput(ids, [ids.shape[1]]), cache).scores()
     saved = cache.save_prefix(0, ids.shape[1])
     results = {"scores": scores.cpu(), **{str(i): one for i, part in enumerate(saved.parts) for one in part or ()}}
-    identity = f"{__version__} {loaded.name} {fingerprint(loaded.name).hex()} {loaded.precision} {_digest_of(results)}"
+    files = fingerprint(loaded.name).hex() or loaded.name
+    identity = f"{__version__} {files} {loaded.precision} {_digest_of(results)}"
     return KeptPrompts(folder, int(most * 1e9), identity, layout_of(saved))

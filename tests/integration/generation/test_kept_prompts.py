@@ -140,6 +140,8 @@ def test_a_damaged_file_is_left_alone(
             assert (done.token_ids, done.steps[0].num_cached) == (output, 0)
     said = [record.message for record in caplog.records if "is not used" in record.message]
     assert len(said) == (how != "no tokens") and len(files(folder)) == 1, "a file of another model is no news"
+    answered(model, folder, keep_prompt=True)
+    assert answered(model, folder) == (output, len(PROMPT) - 1), "it is replaced"
 
 
 def test_a_disk_that_refuses_ends_keeping(
