@@ -27,9 +27,9 @@ if TYPE_CHECKING:  # needs the extra server
 
 
 def _listening(address: str) -> None:
-    """Report an address that is listened on, and that of the page on this machine."""
-    note(f"listening at {address}/v1")
+    """Report the page's address on this machine, and the one that is listened on: after it come lines about requests."""
     note(f"page: {address.replace('//0.0.0.0:', '//127.0.0.1:').replace('//[::]:', '//[::1]:')}/")
+    note(f"listening at {address}/v1")
 
 
 def _settings(given: Given, max_loaded: int) -> ServerSettings:

@@ -443,7 +443,7 @@ def test_the_batch_size_of_a_settings_file_holds(folder: Path, tmp_path: Path, m
     class StoppedError(Exception):
         pass
 
-    def stopped(self: loading.Chosen, resources: object, share: bool) -> None:
+    def stopped(self: loading.Chosen, *given: object) -> None:
         sizes.append(self.max_batch_size)
         raise StoppedError
 

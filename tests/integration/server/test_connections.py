@@ -234,7 +234,7 @@ class TestWhereItListens:
         while "listening at " not in said:
             said += (line := child.stderr.readline())
             assert line, said
-        assert "drafter=max_gram" in said and "gamma=3" in said
+        assert "drafter=max_gram" in said and "gamma=3" in said and "page: http://127.0.0.1:" in said
         url = said.split()[-1]
         root = url.removesuffix("/v1")
         assert CLIENT.get(f"{url}/models").status_code == 401
