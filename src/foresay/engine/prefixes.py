@@ -8,7 +8,7 @@ prefill: caches guarantee it by `SharesPrefixes`. Knows no model and no text.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -63,8 +63,8 @@ class KeepsPrefixes(Protocol):
         """Return its copy of slots, and hidden states; None if it cannot be read."""
         ...
 
-    def keep(self, salt: str, tokens: IntArray, slots: Any, hidden: Mapping[int, torch.Tensor]) -> None:
-        """Keep a prefix; its slots are a copy that nothing changes."""
+    def keep(self, salt: str, tokens: IntArray, copy: Callable[[], tuple[Any, Mapping[int, torch.Tensor]]]) -> None:
+        """Keep a prefix. copy: returns a copy of its slots and hidden states, which nothing changes; called if it is kept."""
         ...
 
 
@@ -119,6 +119,7 @@ class PrefixStore:
     def clear(self) -> None:
         """Drop the prefixes of ended rows."""
         self._saved.clear()
+        self._used_again.clear()
         self.nbytes = 0
 
     def make_room(self, num_bytes: int) -> None:
@@ -217,8 +218,7 @@ class PrefixStore:
                 known.tokens
             ):  # the new one contains it
                 self._drop(key)
-        hidden = {layer: row.prompt_hidden[layer][:length].clone() for layer in self.hidden_layers}
-        saved = _Saved(salt, tokens, cache.save_prefix(index, length), hidden)
+        saved = _Saved(salt, tokens, cache.save_prefix(index, length), self._hidden(row, length))
         if saved.nbytes > self.max_bytes:
             return
         key = _key(row, length)
@@ -233,8 +233,11 @@ class PrefixStore:
         salt, tokens = row.params.cache_salt, row.tokens[:length].copy()
         assert self._kept is not None
         if length >= MIN_TOKENS and self._kept.longest(salt, tokens, self.hidden_layers)[0] < length:
-            hidden = {layer: row.prompt_hidden[layer][:length].clone() for layer in self.hidden_layers}
-            self._kept.keep(salt, tokens, cache.save_prefix(index, length), hidden)
+            self._kept.keep(salt, tokens, lambda: (cache.save_prefix(index, length), self._hidden(row, length)))
+
+    def _hidden(self, row: Row, length: int) -> dict[int, torch.Tensor]:
+        """Return a copy of the hidden states of a row's first tokens."""
+        return {layer: row.prompt_hidden[layer][:length].clone() for layer in self.hidden_layers}
 
     def _drop(self, key: _Key) -> None:
         if key in self._saved:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -111,16 +111,18 @@ class KeptPrompts:
             self._leave(one.path, error)
             return None
 
-    def keep(self, salt: str, tokens: IntArray, slots: SavedSlots, hidden: Mapping[int, torch.Tensor]) -> None:
-        """Write the beginning of a prompt, on another thread. slots: a copy that nothing changes from now on."""
-        if len(tokens) < MIN_TOKENS or layout_of(slots) != self._layout:
+    def keep(
+        self, salt: str, tokens: IntArray, copy: Callable[[], tuple[SavedSlots, Mapping[int, torch.Tensor]]]
+    ) -> None:
+        """Write the beginning of a prompt, on another thread. copy: returns copies of its keys, values and hidden states."""
+        if len(tokens) < MIN_TOKENS:
             return
         name = hashlib.sha256(f"{self._identity} {_digest(salt)} ".encode() + tokens.tobytes()).hexdigest() + _SUFFIX
         with self._lock:
             self._waiting = {other: one for other, one in self._waiting.items() if not one.done()}
             if name in self._waiting or self._known.get(name) or len(self._waiting) >= _MOST_WAITING or self._refused:
                 return
-            self._waiting[name] = self._writer.submit(self._write, name, salt, tokens, slots, dict(hidden))
+            self._waiting[name] = self._writer.submit(self._write, name, salt, tokens, *copy())
 
     def close(self) -> None:
         """Wait until all is written."""
