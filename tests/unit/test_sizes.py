@@ -25,7 +25,7 @@ MOST = {
     "foresay_lab/report": 819,
     "foresay_lab/training": 3375,
     "foresay_lab/workers": 517,
-    "generation": 1911,
+    "generation": 1925,
     "integrations": 790,
     "lengths": 1172,
     "models": 985,
@@ -43,7 +43,7 @@ MOST = {
     "spec": 1325,
     "text": 4926,
     "kernels in C++": 3873,
-    "tests": 60602,
+    "tests": 60620,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

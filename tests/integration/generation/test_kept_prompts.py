@@ -40,6 +40,11 @@ def answered(source: Any, folder: Path | None, prompt: Any = PROMPT, **options: 
     return done.token_ids, done.steps[0].num_cached
 
 
+def _logprobs(source: Path, folder: Path | None) -> tuple[list[Any], int]:
+    done = foresay.load(source, drafter="none", dtype="fp32", keep_prompts=folder).generate(PROMPT, logprobs=3)
+    return [step.logprobs for step in done.steps], done.steps[0].num_cached
+
+
 def files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
@@ -58,6 +63,8 @@ def test_a_later_process_copies_what_an_earlier_one_computed(model: Path, kept: 
     """The prompt and others that begin alike; sampled output, too. Control: a folder of its own has nothing."""
     folder, output = kept
     assert answered(model, folder) == (output, len(PROMPT) - 1)
+    (copied, some), (computed, none) = (_logprobs(model, one) for one in (folder, None))
+    assert copied == computed and some > none == 0, "the same bits"
     sampled = {"temperature": 1.0, "seed": 3}
     longer = [*PROMPT, 9, 9]
     assert answered(model, folder, longer, **sampled) == (answered(model, None, longer, **sampled)[0], len(PROMPT))
@@ -118,7 +125,7 @@ def damaged(path: Path, how: str) -> None:
         tensors = load_file(path)
         header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])["__metadata__"]
         tensors["slots.0"] = tensors["slots.0"][:, :1].contiguous()
-        save_file(tensors, path, header | {"digest": kept_prompts._digest_of(tensors)})
+        save_file(tensors, path, header | {"digest": kept_prompts._checksum(tensors)})
         return
     elif how == "no tokens":
         save_file({"a": torch.zeros(1)}, path, {"format": "foresay-prompt", "identity": "?"})
@@ -142,6 +149,17 @@ def test_a_damaged_file_is_left_alone(
     assert len(said) == (how != "no tokens") and len(files(folder)) == 1, "a file of another model is no news"
     answered(model, folder, keep_prompt=True)
     assert answered(model, folder) == (output, len(PROMPT) - 1), "it is replaced"
+
+
+def test_every_bit_counts() -> None:
+    """In sums, and in what is left after them."""
+    one = {"a": torch.randn(3 * kept_prompts._COLUMNS, 9).bfloat16()}
+    known, bits = kept_prompts._checksum(one), one["a"].view(torch.int16).view(-1)
+    for at in (0, 7, len(bits) // 2, len(bits) - 1):
+        bits[at] ^= 1 << at % 15
+        assert kept_prompts._checksum(one) != known
+        bits[at] ^= 1 << at % 15
+    assert kept_prompts._checksum(one) == known
 
 
 def test_a_disk_that_refuses_ends_keeping(
