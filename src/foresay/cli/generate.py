@@ -60,6 +60,10 @@ def _refuse_contradictions(given: Given) -> None:
     if given.lines and (given.trace or given.compare):
         shown = "--trace" if given.trace else "--compare"
         raise ConfigError(f"decodes a batch, and {shown} shows one prompt; drop one", param="lines")
+    for name in ("compare", "workers"):
+        if given.keep_prompts is not None and getattr(given, name):
+            text = "and {" + name + "} contradict: what a run reads would depend on those before; drop one"
+            raise ConfigError(text, param="keep_prompts", value=given.keep_prompts, **{name: ...})
     if given.logprobs is not None and not given.json:
         raise ConfigError("needs --json", param="logprobs", value=given.logprobs)
     for name, needed in (("batch_size", "lines"), ("workers", "lines"), ("ray", "workers"), ("repeats", "compare")):

@@ -170,7 +170,7 @@ def _same_bits(model: CausalModel | Seq2SeqModel) -> str:
         if model.reproducible is False:
             return f"no: reproducible=False lets a library multiply. {where}"
         if model.reproducible:
-            return "yes, in passes of up to 512 tokens, as prompts are read, too"
+            return "yes, in passes of up to 512 tokens, which prompts are read in, too"
         return "in passes of up to 512 tokens; prompts, with the scores after them, and larger passes have another order of sums"
     return f"no: only compiled kernels guarantee them. {where}"
 

@@ -42,6 +42,12 @@ def keep(row: Row, size: int, output: ModelOutput, index: int) -> None:
     _READY.put(row, Ready(size, output, index))
 
 
+def lend(cache: KVCache) -> None:
+    """Let the target's cache know that a draft reads or writes it, too: then it has no row's last token between steps."""
+    if hasattr(cache, "is_lent"):
+        cache.is_lent = True
+
+
 def cached(row: Row) -> int:
     """Return how many of a row's tokens its cache has between two steps: all but the last one, unless its scores are kept."""
     one = _READY.find(row)

@@ -62,16 +62,6 @@ class KVCache(Protocol):
         ...
 
 
-def lend(cache: KVCache) -> None:
-    """Let a cache know that a draft reads or writes it, too: then it has no row's last token between steps; see `is_lent`.
-
-    Args:
-        cache: The target's cache.
-    """
-    if hasattr(cache, "is_lent"):
-        cache.is_lent = True
-
-
 @runtime_checkable
 class FeedsAgain(Protocol):
     """A cache whose rows rewind further than requested: the next pass feeds the tokens in between again, before its draft."""

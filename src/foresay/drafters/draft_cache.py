@@ -14,10 +14,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from foresay.decoding.ahead import lend
 from foresay.decoding.chains import Drawn, DrawsChains, DrawsTrees, Grown, Sampling, TreeLimits
 from foresay.decoding.devices import moved
 from foresay.decoding.prefill import pending, prefill_chunk
-from foresay.decoding.protocols import KVCache, LanguageModel, Logits, ModelInput, ModelOutput, Move, lend
+from foresay.decoding.protocols import KVCache, LanguageModel, Logits, ModelInput, ModelOutput, Move
 from foresay.decoding.rows import IntArray, Rows, common_prefix
 from foresay.models.vocabulary import VocabularyAdapter
 

@@ -29,7 +29,7 @@ from foresay.server.formats import Format
 from foresay.server.hints import ignore
 from foresay.server.logprobs import Logprobs, of_prompt
 from foresay.server.message_kind import MessageKind
-from foresay.server.option_fields import StreamOptions
+from foresay.server.option_fields import StreamOptions, is_marked
 from foresay.server.requests import OFF, ChatRequest, CompletionRequest, PredictRequest
 from foresay.server.served import Served
 from foresay.text.grammar import Source
@@ -207,7 +207,8 @@ async def _prepare(model: Served, request: ChatRequest | CompletionRequest, stat
     ids = await model.encoded(prompts, None if before is None else before.options)
     params = request.params(model.generator.target.model.max_length - max(len(one) for one in ids))
     params = model.owned(params, state, request.cache_salt)
-    params = replace(params, keep_prompt=bool(request.prompt_cache_key))
+    marked = chat is not None and is_marked([*chat.messages, *(chat.tools or ())])
+    params = replace(params, keep_prompt=bool(request.prompt_cache_key) or marked)
     field, source = constraint or ("tools", None)
     if before is not None and chat is not None:
         # stop strings end content, which an output of required calls does not have

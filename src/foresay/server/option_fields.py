@@ -6,7 +6,7 @@ Owns the fields' names and rules. Knows no engine, no endpoint and no format of 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -30,6 +30,15 @@ class Labelled(Fields):
 
     cache_control: dict[str, Any] | None = None
     """Has the prompt kept, if the server keeps prompts; else ignored: the beginnings of prompts are always cached."""
+
+
+def is_marked(parts: Iterable[Any]) -> bool:
+    """Return True if a part of a request, or a part of the contents of one, is marked for a cache."""
+    return any(
+        getattr(one, "cache_control", None)
+        or (isinstance(own := getattr(one, "content", None), list) and is_marked(own))
+        for one in parts
+    )
 
 
 class TextPart(Labelled):

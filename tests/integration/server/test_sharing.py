@@ -122,10 +122,11 @@ def test_kept_prompts_outlive_a_server_and_belong_to_an_owner(chat_folder: Path,
         {"role": "user", "content": [{"type": "text", "text": "x" * 100, "cache_control": {"type": "ephemeral"}}]}
     ]
     answer(first, "one", "messages", messages=marked)
+    answer(first, "one", "chat/completions", messages=[{**marked[0], "role": "system"}, *TALK[1:]])
     assert [cached(first, "one", prompt=prompts[2]) > 0 for _ in range(2)] == [False, True]
     first.close()
     first.model.generator.close()
-    assert len([*(tmp_path / "kept").glob("*.safetensors")]) == 3
+    assert len([*(tmp_path / "kept").glob("*.safetensors")]) == 4
     second = begun()
     assert [cached(second, "one", prompt=one) > 0 for one in prompts] == [False, True, True, False]
     assert answer(second, "one", "messages", messages=marked)["usage"]["cache_read_input_tokens"] > 0

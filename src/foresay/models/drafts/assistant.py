@@ -20,9 +20,10 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
 from transformers.models.gemma4_unified.configuration_gemma4_unified import Gemma4UnifiedTextConfig
 from transformers.models.gemma4_unified.modeling_gemma4_unified import Gemma4UnifiedTextModel
 
+from foresay.decoding.ahead import lend
 from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.devices import is_remote
-from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput, lend
+from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.drafts.base import LAST, NEXT, OnLastStates

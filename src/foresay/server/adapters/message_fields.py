@@ -16,7 +16,7 @@ from foresay.server.adapters.history import History
 from foresay.server.errors import FieldError
 from foresay.server.fields import MAX_MESSAGES, Fields, Items, Neutral, Object, Parts, Tools, joined, limit_parts, typed
 from foresay.server.hints import ignore
-from foresay.server.option_fields import Labelled
+from foresay.server.option_fields import Labelled, is_marked
 from foresay.server.requests import ChatRequest, Common, as_chat
 
 CHAT_NAMES = {
@@ -201,15 +201,9 @@ class CountRequest(Labelled):
             raise FieldError("messages", ": at least one needs a text, a call or a result")
         return messages
 
-    def _is_marked(self) -> bool:
-        """Return True if some part is marked for a cache."""
-        texts = [self.system, *(turn.content for turn in self.messages)]
-        parts = [self, *(self.tools or ()), *(part for one in texts if isinstance(one, list) for part in one)]
-        return any(getattr(part, "cache_control", None) for part in parts)
-
     def chat(self, **more: Any) -> ChatRequest:
         """Return the chat request, with more fields. A last message of the assistant is continued."""
-        messages = self.conversation()
+        messages, system = self.conversation(), self.system if isinstance(self.system, list) else ()
         return as_chat(
             self,
             messages=messages,
@@ -219,7 +213,9 @@ class CountRequest(Labelled):
             enable_thinking={"disabled": False, "enabled": True}.get(self.thinking.type if self.thinking else ""),
             thinking_token_budget=self.thinking and self.thinking.limit,
             reasoning_effort=self.output_config and self.output_config.effort,
-            prompt_cache_key="cache_control" if self._is_marked() else None,
+            prompt_cache_key="cache_control"
+            if is_marked([self, *(self.tools or ()), *system, *self.messages])
+            else None,
             **more,
         )
 
