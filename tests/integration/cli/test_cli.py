@@ -218,6 +218,9 @@ def test_contradictions_name_both(shell: tiny.Shell, base: list[str], folder: Pa
     ):
         message = shell.refused(*base, *option.split(), "--drafter", drafter, PROMPT)
         assert message.startswith(f"--drafter {drafter} ") and f"{option} " in message
+    for more in (["--compare"], ["--lines", "--workers", "2"]):
+        message = shell.refused(*base, *more, "--keep-prompts", "kept", PROMPT)
+        assert message.startswith("--keep-prompts kept and --") and "contradict" in message
 
 
 # -- processes -------------------------------------------------------------------------------------------------------

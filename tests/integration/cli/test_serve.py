@@ -98,6 +98,12 @@ REFUSED = [
     (GOOD + 'target = "{bare}"', [], "has no weights: it needs files that end in .safetensors"),
     (BOTH + 'drafter = "none"', ["--memory", "{memory}"], "models.toml: models.b: memory="),
     (BOTH, ["--sampling", "x"], "sampling='x' is unknown"),
+    (
+        BOTH,
+        ["--keep-prompts", "{memory}", "--share-prefixes", "none"],
+        "--share-prefixes none and --keep-prompts contradict",
+    ),
+    (BOTH, ["--keep-prompts-gb", "2"], "--keep-prompts-gb 2 needs --keep-prompts"),
     (BOTH, ["--name", "x"], "--name is for one model, and "),
     (BOTH, ["--draft", "{folder}"], "--draft is for one model, and "),
     ('dtype = "fp32"\n' + BOTH, [], "models.toml: dtype='fp32'"),
