@@ -34,7 +34,7 @@ MOST = {
     "models/drafts": 3518,
     "models/families": 1179,
     "models/gguf": 2402,
-    "models/gpu": 3074,
+    "models/gpu": 3085,
     "models/huggingface": 3540,
     "models/llama_cpp": 458,
     "models/sources": 4286,
@@ -43,7 +43,7 @@ MOST = {
     "spec": 1325,
     "text": 4926,
     "kernels in C++": 3873,
-    "tests": 60621,
+    "tests": 60630,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

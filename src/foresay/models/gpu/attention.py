@@ -90,6 +90,28 @@ def _num_bits(bits):
     return ((bits * 0x0101010101010101) >> 56).to(tl.int32)
 
 
+@triton.jit
+def _combined(
+    sums, stats, sink, at, apart, depth, valid, inside, splits, like, DIM: tl.constexpr, HAS_SINKS: tl.constexpr
+):  # fmt: skip
+    """What the programs of a tile have found, in the order of the programs: [lines, DIM] float32, of the shape of `like`."""
+    top, mass = tl.full(at.shape, float("-inf"), tl.float32), tl.zeros(at.shape, tl.float32)
+    if HAS_SINKS:
+        top = sink
+    for one in range(splits):
+        top = tl.maximum(top, tl.load(stats + (at + one * apart) * 2, mask=valid, other=0.0, cache_modifier=".cg"))
+    if HAS_SINKS:
+        mass = tl.exp(sink - top)
+    total = tl.zeros(like.shape, tl.float32)
+    for one in range(splits):
+        part = at + one * apart
+        weight = tl.exp(tl.load(stats + part * 2, mask=valid, other=0.0, cache_modifier=".cg") - top)
+        mass += tl.load(stats + part * 2 + 1, mask=valid, other=1.0, cache_modifier=".cg") * weight
+        part = part[:, None].to(tl.int64) * DIM + depth[None, :]
+        total += tl.load(sums + part, mask=inside, other=0.0, cache_modifier=".cg") * weight[:, None]
+    return total / mass[:, None]
+
+
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["rows", "positions", "firsts", "ends"])
 def _partial(
     queries, keys, values, sinks, pages, rows, positions, firsts, seen, ends, tiles, counts, sums, stats,
@@ -157,24 +179,13 @@ def _partial(
     if tl.atomic_add(counter, 1, sem="acq_rel") < SPLITS - 1:
         return
     tl.store(counter, 0)
-    top, mass = tl.full(line.shape, float("-inf"), tl.float32), tl.zeros(line.shape, tl.float32)
+    sink = top
     if HAS_SINKS:
-        top = tl.load(sinks + head * GROUP + member, mask=valid, other=0.0).to(tl.float32)
-        sink = top
+        sink = tl.load(sinks + head * GROUP + member, mask=valid, other=0.0).to(tl.float32)
     splits = tl.minimum(SPLITS, end_at)  # the others had no page
-    for one in range(splits):
-        top = tl.maximum(top, tl.load(stats + (at + one * apart) * 2, mask=valid, other=0.0, cache_modifier=".cg"))
-    if HAS_SINKS:
-        mass = tl.exp(sink - top)
-    total = tl.zeros([GROUP_PADDED * TOKENS, DIM_PADDED], tl.float32)
-    for one in range(splits):
-        part = at + one * apart
-        weight = tl.exp(tl.load(stats + part * 2, mask=valid, other=0.0, cache_modifier=".cg") - top)
-        mass += tl.load(stats + part * 2 + 1, mask=valid, other=1.0, cache_modifier=".cg") * weight
-        part = part[:, None].to(tl.int64) * DIM + depth[None, :]
-        total += tl.load(sums + part, mask=inside, other=0.0, cache_modifier=".cg") * weight[:, None]
-    total = (total / mass[:, None]).to(queries.dtype.element_ty)
-    tl.store(queries + query_head[:, None] * DIM + depth[None, :], total, mask=inside)
+    total = _combined(sums, stats, sink, at, apart, depth, valid, inside, splits, total, DIM, HAS_SINKS)
+    out = queries + query_head[:, None] * DIM + depth[None, :]
+    tl.store(out, total.to(queries.dtype.element_ty), mask=inside)
 
 
 def attend(
