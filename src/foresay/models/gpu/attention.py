@@ -94,7 +94,7 @@ def _num_bits(bits):
 def _combined(
     sums, stats, sink, at, apart, depth, valid, inside, splits, like, DIM: tl.constexpr, HAS_SINKS: tl.constexpr
 ):  # fmt: skip
-    """What the programs of a tile have found, in the order of the programs: [lines, DIM] float32, of the shape of `like`."""
+    """The results of the programs of a tile, summed in their order: [lines, DIM] float32, of the shape of `like`."""
     top, mass = tl.full(at.shape, float("-inf"), tl.float32), tl.zeros(at.shape, tl.float32)
     if HAS_SINKS:
         top = sink
