@@ -43,7 +43,7 @@ MOST = {
     "spec": 1325,
     "text": 4926,
     "kernels in C++": 3873,
-    "tests": 60630,
+    "tests": 60638,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 
