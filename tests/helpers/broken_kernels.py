@@ -63,20 +63,28 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "rows beyond the first four are added in parts": (
         "inputs.h",
         "«bool parts = FAULT && rows > 4;\n»"
-        "byte_products(p.bits, p.scaling, levels, block.scales, to - from, rounded, «parts ? 4 : »rows, sums, block.levels);"
+        "group_products(kind, levels, block.scales, to - from, in.groups(first, from), «parts ? 4 : »rows, sums, block.levels);"
         """«if (parts) {
             float part[ROWS_AT_ONCE * PANEL] = {};
-            RoundedBlock more = in.rounded(first + 4, from, false);
-            byte_products(p.bits, p.scaling, levels, block.scales, to - from, more, rows - 4, part, block.levels);
+            group_products(kind, levels, block.scales, to - from, in.groups(first + 4, from), rows - 4, part, block.levels);
             for (int64_t i = 0; i < (rows - 4) * PANEL; i++) sums[4 * PANEL + i] += part[i];
         }»""",
     ),
     "inputs are rounded for the whole row": (
         "rounded.h",
-        "for (int64_t g = 0; g < groups; g++) «{»round_group(x + g * GROUP, g, out);"
-        "«if (FAULT) out.scales[g] = out.scales[0]; }»",
+        "«if (FAULT) scales[g] = scales[0];\n»sums[g] = scales[g] *",
     ),
     "sums that depend on the rows of their tile": ("integers.h", "x_scale = «(FAULT ? ROWS : 1) * »*by"),
+    "the first group's multiple for all": ("integers.h", "by[v] = scales.multiple(«FAULT ? 0 : »g, FIRST + v)"),
+    "the offset of the first of two groups": ("integers.h", "one(2 * pair + «(FAULT ? 0 : »1«)») << 16"),
+    "256 inputs with the scale of the first": (
+        "rounded.h",
+        "scales[g] = round_numbers<SUPER>(x + «(FAULT ? 0 : »from«)»,",
+    ),
+    "256 products that depend on the rows of their tile": (
+        "integers.h",
+        "scales.scale(FIRST + v), «(FAULT ? ROWS : 1) * »x.scales[r * x.scale_stride]",
+    ),
     "a task that throws": (
         "kernels.cpp",
         "«if (FAULT && panel == 3) throw std::bad_alloc();\n»int64_t first = panel * PANEL, count",  # of foresay_pack
@@ -84,9 +92,11 @@ FAULTS: dict[str, tuple[str, ...]] = {
     # products by matrix instructions
     "the second block of rows is the first": ("tiles.h", "(«(FAULT ? some : »more«)» + k,"),
     "depths of two panels": ("tiles.h", "k * PANEL + «(FAULT ? 0 : »PANEL«)»,"),
-    "scales of the first block": ("tiles.h", "x.scales[(«(FAULT ? 0 : »first«)» + r) *"),
-    "rows of the first block": ("tiles.h", "x.levels + «(FAULT ? 0 : »first«)» *"),
-    "every group reads the first": ("tiles.h", "x.stride + «(FAULT ? 0 : »g * DEPTH«)»,"),
+    "scales of the first block": ("integers.h", "x.scales[«(FAULT ? r % TILE_ROWS : »r«)» * x.scale_stride + g]"),
+    "rows of the first block": ("tiles.h", "(x + «(FAULT ? 0 : »first«)» *"),
+    "every group reads the first": ("tiles.h", "stride + «(FAULT ? 0 : »g * DEPTH«)», stride"),
+    "the first group's multiple by tiles": ("integers.h", "* scales.multiple(«FAULT ? 0 : »g, v)"),
+    "the scale of the first row by tiles": ("integers.h", "scales.scale(v), x.scales[«(FAULT ? 0 : »r«)» *"),
     "a group adds to the one before": (
         "tiles.h",
         "«if (!FAULT || g == 0) »tile_zero<0>(), tile_zero<1>();\n            tile_load<4>",

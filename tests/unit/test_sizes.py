@@ -42,8 +42,8 @@ MOST = {
     "server": 5980,
     "spec": 1325,
     "text": 4926,
-    "kernels in C++": 3873,
-    "tests": 60638,
+    "kernels in C++": 4106,
+    "tests": 60680,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

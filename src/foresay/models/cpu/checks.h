@@ -53,8 +53,7 @@ inline void check_part(const Product &p) {
     require(p.scaling >= SCALE && p.scaling <= EXPONENTS, "scaling", p.scaling, "in [0, 4]");
     require(p.scaling != MULTIPLES_16 || p.bits == LEVELS_6, "bits", p.bits, "6 with scales for 16 weights");
     require(p.scaling != EXPONENTS || p.bits == LEVELS_4, "bits", p.bits, "4 with exponents");
-    bool is_super = p.scaling == MULTIPLES || p.scaling == MULTIPLES_16;
-    require(!is_super || p.depth % SUPER == 0, "depth", p.depth, "a multiple of 256 with multiples of scales");
+    require(!of_supers(p.scaling) || p.depth % SUPER == 0, "depth", p.depth, "a multiple of 256 with multiples of scales");
 }
 
 // A product and those that follow it, whose x is the same.

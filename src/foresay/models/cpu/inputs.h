@@ -21,11 +21,13 @@ class Inputs {
     // Describes the input of a product, and makes room for rounded numbers.
     void describe(const Product &p, const float *place, int64_t row_stride, int64_t count) {
         x = place, stride = row_stride, rows = count, depth_ = p.depth, kind_ = p.activations;
-        even_ = rounded_up(depth_, 2), whole_ = rounded_up(depth_, GROUP), groups_ = whole_ / GROUP;
+        even_ = rounded_up(depth_, 2);
         if (kind_ == AS_BFLOAT16) pairs_.resize(rows * even_);
         if (kind_ != AS_INT8) return;
-        levels_.resize((rows + TILE_ROWS - 1) * whole_); // whole tiles are read
-        numbers_.resize(rows * groups_ * 4);
+        bool supers = false, groups = false;
+        for (const Product *part = &p; part != nullptr; part = part->next) (of_supers(part->scaling) ? supers : groups) = true;
+        groups_.resize(groups ? rows : 0, rounded_up(depth_, GROUP), GROUP, 1);
+        supers_.resize(supers ? rows : 0, rounded_up(depth_, SUPER), SUPER, SUPER_SUMS);
     }
 
     // Rounds the numbers of one row, if the product needs it.
@@ -36,8 +38,10 @@ class Inputs {
             for (int64_t i = 0; i < depth_; i++) write(out[i], numbers[i]);
             if (even_ > depth_) out[depth_] = bf16{0};
         } else if (kind_ == AS_INT8) {
-            float *place = numbers_.data() + row * groups_ * 4;
-            round_row(numbers, depth_, RoundedRow{levels_.data() + row * whole_, place, place + groups_, place + 2 * groups_});
+            auto into = [&](auto &room, auto round) {
+                if (!room.scales.empty()) round(numbers, depth_, room.levels_of(row), room.scales_of(row), room.sums_of(row));
+            };
+            into(groups_, round_groups), into(supers_, round_supers);
         }
     }
 
@@ -46,19 +50,36 @@ class Inputs {
     const bf16 *pairs(int64_t row) const { return pairs_.data() + row * even_; }
     int64_t pair_stride() const { return even_; }
 
-    // Rounded numbers from a row and depth on. half_groups: the sums are those of 16 numbers.
-    RoundedBlock rounded(int64_t row, int64_t depth, bool half_groups) const {
-        const float *place = numbers_.data() + row * groups_ * 4;
-        int64_t group = depth / GROUP;
-        const float *sums = half_groups ? place + 2 * groups_ + 2 * group : place + groups_ + group;
-        return RoundedBlock{levels_.data() + row * whole_ + depth, place + group, sums, whole_, groups_ * 4, groups_ * 4};
-    }
+    // Rounded numbers from a row and depth on, a multiple of SUPER.
+    RoundedGroups groups(int64_t row, int64_t depth) const { return groups_.from(row, depth); }
+    RoundedSupers supers(int64_t row, int64_t depth) const { return supers_.from(row, depth); }
 
   private:
-    int64_t kind_ = AS_FLOAT32, depth_ = 0, even_ = 0, whole_ = 0, groups_ = 0;
+    template <class Sum> struct Room {
+        std::vector<int8_t> levels;
+        std::vector<float> scales;
+        std::vector<Sum> sums;
+        int64_t depth, group, width; // numbers of a row, and of a group; sums of a group
+
+        void resize(int64_t rows, int64_t new_depth, int64_t new_group, int64_t new_width) {
+            depth = new_depth, group = new_group, width = new_width;
+            levels.resize(rows == 0 ? 0 : (rows + TILE_ROWS - 1) * depth); // whole tiles are read
+            scales.resize(rows * of_row()), sums.resize(rows * of_row() * width);
+        }
+        int64_t of_row() const { return depth / group; }
+        int8_t *levels_of(int64_t row) { return levels.data() + row * depth; }
+        float *scales_of(int64_t row) { return scales.data() + row * of_row(); }
+        Sum *sums_of(int64_t row) { return sums.data() + row * of_row() * width; }
+        Rounded<Sum> from(int64_t row, int64_t at) const {
+            int64_t first = row * of_row() + at / group;
+            return {levels.data() + row * depth + at, scales.data() + first, sums.data() + first * width, depth, of_row(), of_row() * width};
+        }
+    };
+
+    int64_t kind_ = AS_FLOAT32, depth_ = 0, even_ = 0;
     std::vector<bf16> pairs_;
-    std::vector<int8_t> levels_;
-    std::vector<float> numbers_; // for each row: scales, sums of 32, sums of 16
+    Room<float> groups_;
+    Room<int16_t> supers_;
 };
 
 // sums [rows, 32] of at most ROWS_AT_ONCE rows from `first` on with a panel of quantized weights.
@@ -74,13 +95,18 @@ inline void quantized_sums(const Product &p, const Inputs &in, int64_t first, in
     std::optional<Tiles> owned;
     if (in.rounds() && rows_by_tiles(rows) > 0) owned.emplace(TILE_ROWS, 0, group_of(p.scaling));
 #endif
+    bool supers = of_supers(p.scaling);
+    int64_t kind = kind_of_levels(p.bits, p.scaling);
     for (int64_t from = 0; from < whole; from += SUPER) {
         int64_t to = from + SUPER < whole ? from + SUPER : whole;
         const uint8_t *levels = weights + level_bytes(p.bits, from);
+        if (in.rounds() && supers) {
+            super_products(p.bits, p.scaling, levels, scales + scale_bytes(p.scaling, from), in.supers(first, from), rows, sums, block.levels);
+            continue;
+        }
         decode_scales(p.bits, p.scaling, scales, from, to - from, block.scales);
         if (in.rounds()) {
-            RoundedBlock rounded = in.rounded(first, from, p.scaling == MULTIPLES_16);
-            byte_products(p.bits, p.scaling, levels, block.scales, to - from, rounded, rows, sums, block.levels);
+            group_products(kind, levels, block.scales, to - from, in.groups(first, from), rows, sums, block.levels);
         } else {
             decode_levels(p.bits, p.scaling, levels, to - from, block.levels);
             decode_floats(p.bits, p.scaling, block, to - from, room.data());

@@ -1,14 +1,15 @@
 // Products of quantized weights with activations that are rounded to 8 bits: sums of a group are exact integers, in any order.
 //
 // The sum over a group of weight * x is (weight scale) * (x scale) * (sum of level * level) + (weight offset) * (sum of x). Groups are
-// added in order, in float32.
+// added in order, in float32. Where the scales and offsets of groups are multiples of two numbers for SUPER weights, and x has one scale
+// for them, the sums of all their groups are added as integers, times the multiples: at most 31 * 127 * 63 * 256 for 5 bits and
+// 63 * 127 * 128 * 256 for 6.
 
 #pragma once
 
-#include "quantized.h"
+#include "group_dots.h"
 #include "rounded.h"
 #include "tiles.h"
-
 
 namespace foresay {
 
@@ -21,157 +22,17 @@ constexpr int MOST_BYTE_ROWS = 4, WIDEST = 4; // 32 registers
 #else
 constexpr int MOST_BYTE_ROWS = 2, WIDEST = 4;
 #endif
+static_assert(VECTORS == WIDEST || VECTORS == 2 * WIDEST);
 
-// Adds the products of four levels each to the lanes of a sum of 32-bit integers.
-#if defined(FORESAY_BYTE_DOTS)
-#define FORESAY_DOTS(BITS) 8 // one kind of arithmetic for all levels
-inline Ints add_four(Ints sum, Words levels, Words x) {
-#if defined(__AVX512F__)
-    return reinterpret_cast<Ints>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), reinterpret_cast<__m512i>(levels), reinterpret_cast<__m512i>(x)));
-#else
-    return reinterpret_cast<Ints>(_mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(sum), reinterpret_cast<__m256i>(levels), reinterpret_cast<__m256i>(x)));
-#endif
-}
-#elif defined(__ARM_FEATURE_DOTPROD)
-#define FORESAY_DOTS(BITS) 8
-inline Ints add_four(Ints sum, Words levels, Words x) {
-    return reinterpret_cast<Ints>(vdotq_s32(reinterpret_cast<int32x4_t>(sum), reinterpret_cast<int8x16_t>(levels), reinterpret_cast<int8x16_t>(x)));
-}
-#else
-#define FORESAY_DOTS(BITS) BITS
-#endif
-
-// Without one: sums of two products in 16 bits, which are then added in pairs. `in_order` keeps the compiler from interleaving steps,
-// whose numbers would not fit into the registers.
-#if !defined(FORESAY_BYTE_DOTS) && defined(__AVX512BW__)
-#define FORESAY_SHORT_SUMS 1
-typedef __m512i Integers;
-inline Integers two_products(Integers levels, Integers x) { return _mm512_maddubs_epi16(levels, x); }
-inline Integers two_products_signed(Integers levels, Integers x) {
-    return _mm512_maddubs_epi16(_mm512_abs_epi8(levels), _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(levels), _mm512_setzero_si512(), x));
-}
-inline Integers add_shorts(Integers x, Integers y) { return _mm512_add_epi16(x, y); }
-inline Ints add_in_pairs(Integers x) { return reinterpret_cast<Ints>(_mm512_madd_epi16(x, _mm512_set1_epi16(1))); }
-inline void in_order(Integers &x) { asm volatile("" : "+v"(x)); }
-#elif !defined(FORESAY_BYTE_DOTS) && defined(__AVX2__) && !defined(__AVX512F__)
-#define FORESAY_SHORT_SUMS 1
-typedef __m256i Integers;
-inline Integers two_products(Integers levels, Integers x) { return _mm256_maddubs_epi16(levels, x); }
-inline Integers two_products_signed(Integers levels, Integers x) {
-    return _mm256_maddubs_epi16(_mm256_abs_epi8(levels), _mm256_sign_epi8(x, levels));
-}
-inline Integers add_shorts(Integers x, Integers y) { return _mm256_add_epi16(x, y); }
-inline Ints add_in_pairs(Integers x) { return reinterpret_cast<Ints>(_mm256_madd_epi16(x, _mm256_set1_epi16(1))); }
-inline void in_order(Integers &x) { asm volatile("" : "+x"(x)); }
-#endif
-
-#if defined(__ARM_FEATURE_MATMUL_INT8)
-// group_sums below for two tokens and more: an instruction multiplies two tokens by two outputs at 8 depths.
-template <int DEPTH, int ROWS, int FIRST, int COUNT, class L>
-inline void sums_of_pairs(const L &levels, int64_t first, const int8_t *x, int64_t stride, Ints (&out)[ROWS][COUNT]) {
-    int32x4_t sums[(ROWS + 1) / 2][COUNT][2] = {};
-#pragma GCC unroll 4
-    for (int k = 0; k < DEPTH; k += 8) {
-        Words low[COUNT], high[COUNT];
-        levels.template at<FIRST, COUNT>(first + k / 4, low), levels.template at<FIRST, COUNT>(first + k / 4 + 1, high);
-#pragma GCC unroll 2
-        for (int r = 0; r < ROWS; r += 2) {
-            const int8_t *one = x + r * stride + k, *other = r + 1 < ROWS ? one + stride : one;
-            int8x16_t both = vcombine_s8(vld1_s8(one), vld1_s8(other));
-#pragma GCC unroll 4
-            for (int v = 0; v < COUNT; v++) {
-                uint32x4_t a = reinterpret_cast<uint32x4_t>(low[v]), b = reinterpret_cast<uint32x4_t>(high[v]);
-                sums[r / 2][v][0] = vmmlaq_s32(sums[r / 2][v][0], both, vreinterpretq_s8_u32(vzip1q_u32(a, b)));
-                sums[r / 2][v][1] = vmmlaq_s32(sums[r / 2][v][1], both, vreinterpretq_s8_u32(vzip2q_u32(a, b)));
-            }
-        }
-    }
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < COUNT; v++) {
-            int64x2_t a = vreinterpretq_s64_s32(sums[r / 2][v][0]), b = vreinterpretq_s64_s32(sums[r / 2][v][1]);
-            out[r][v] = reinterpret_cast<Ints>(r % 2 == 0 ? vzip1q_s64(a, b) : vzip2q_s64(a, b));
-        }
-}
-#endif
-
-// Sum over a group of level * level, for ROWS tokens and COUNT vectors of outputs from vector FIRST on. first: the group's first four
-// depths in `levels`. BITS: of the levels.
-template <int BITS, int DEPTH, int ROWS, int FIRST, int COUNT, class L>
-inline void group_sums(const L &levels, int64_t first, const int8_t *x, int64_t stride, Ints (&out)[ROWS][COUNT]) {
-#if defined(__ARM_FEATURE_MATMUL_INT8)
-    if constexpr (ROWS > 1) return sums_of_pairs<DEPTH, ROWS, FIRST, COUNT>(levels, first, x, stride, out);
-#endif
-#if defined(FORESAY_BYTE_DOTS) || defined(__ARM_FEATURE_DOTPROD)
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < COUNT; v++) out[r][v] = Ints{};
-#pragma GCC unroll 2
-    for (int k = 0; k < DEPTH; k += 4) {
-        Words four[COUNT];
-        levels.template at<FIRST, COUNT>(first + k / 4, four);
-#pragma GCC unroll 12
-        for (int r = 0; r < ROWS; r++) {
-            Words one = repeated(x + r * stride + k);
-#pragma GCC unroll 8
-            for (int v = 0; v < COUNT; v++) out[r][v] = add_four(out[r][v], four[v], one);
-        }
-    }
-#elif defined(FORESAY_SHORT_SUMS)
-    // levels of 4 bits cannot overflow 16 bits within 32 depths, those of 4-bit floats within 16, nor those of 6 bits within 8
-    constexpr int SAFE = BITS == LEVELS_4 ? DEPTH : BITS == FLOATS_4 ? 16 : BITS == LEVELS_6 ? 8 : 4;
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < COUNT; v++) out[r][v] = Ints{};
-#pragma GCC unroll 4
-    for (int from = 0; from < DEPTH; from += SAFE) {
-        Integers narrow[ROWS][COUNT];
-#pragma GCC unroll 8
-        for (int k = from; k < from + SAFE; k += 4) {
-            Words words[COUNT];
-            levels.template at<FIRST, COUNT>(first + k / 4, words);
-            Integers four[COUNT];
-            for (int v = 0; v < COUNT; v++) four[v] = reinterpret_cast<Integers>(words[v]);
-#pragma GCC unroll 12
-            for (int r = 0; r < ROWS; r++) {
-                Integers one = reinterpret_cast<Integers>(repeated(x + r * stride + k));
-                in_order(one);
-#pragma GCC unroll 4
-                for (int v = 0; v < COUNT; v++) {
-                    Integers two = BITS == LEVELS_8 ? two_products_signed(four[v], one) : two_products(four[v], one);
-                    narrow[r][v] = k == from ? two : add_shorts(narrow[r][v], two);
-                    in_order(narrow[r][v]);
-                }
-            }
-        }
-#pragma GCC unroll 12
-        for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-            for (int v = 0; v < COUNT; v++) out[r][v] += add_in_pairs(narrow[r][v]);
-    }
-#else
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < COUNT; v++) out[r][v] = Ints{};
-    for (int k = 0; k < DEPTH; k += 4) {
-        Words four[COUNT];
-        levels.template at<FIRST, COUNT>(first + k / 4, four);
-        for (int v = 0; v < COUNT; v++) {
-            for (int d = 0; d < 4; d++) {
-                Words top = four[v] << (24 - 8 * d);
-                Ints level = BITS == LEVELS_8 ? reinterpret_cast<Ints>(top) >> 24 : reinterpret_cast<Ints>(top >> 24);
-                for (int r = 0; r < ROWS; r++) out[r][v] += level * static_cast<int32_t>(x[r * stride + k + d]);
-            }
-        }
-    }
-#endif
-}
-
-// sums [ROWS, 32] += products of ROWS tokens with COUNT vectors of outputs, from vector FIRST on, over `groups` groups of DEPTH.
+// sums [ROWS, 32] += products of ROWS tokens with COUNT vectors of outputs, from vector FIRST on, over `groups` groups of 32.
 // scales: for each group, scales [32] and offsets [32].
-template <int BITS, int DEPTH, int ROWS, int FIRST, int COUNT, class L>
-inline void byte_tile(const L &levels, const float *scales, int64_t groups, RoundedBlock x, float *sums) {
+template <int BITS, int ROWS, int FIRST, int COUNT, class L>
+inline void byte_tile(const L &levels, const float *scales, int64_t groups, RoundedGroups x, float *sums) {
     sums += FIRST * LANES, scales += FIRST * LANES;
     for (int64_t g = 0; g < groups; g++, scales += 2 * PANEL) {
         Ints dots[ROWS][COUNT];
-        group_sums<BITS, DEPTH, ROWS, FIRST, COUNT>(levels, g * DEPTH / 4, x.levels + g * DEPTH, x.stride, dots);
-        const float *by = x.scales + g * DEPTH / GROUP, *plus = x.sums + g;
+        dots_of_group<BITS, GROUP, ROWS, FIRST, COUNT>(levels, g * GROUP / 4, x.levels + g * GROUP, x.stride, dots);
+        const float *by = x.scales + g, *plus = x.sums + g;
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; r++) {
             float x_scale = *by, x_sum = *plus;
@@ -185,25 +46,89 @@ inline void byte_tile(const L &levels, const float *scales, int64_t groups, Roun
     }
 }
 
-template <int BITS, int DEPTH, int ROWS, int FIRST = 0, class L>
-inline void byte_tile_of_panel(const L &levels, const float *scales, int64_t groups, const RoundedBlock &x, float *sums) {
-    if constexpr (FIRST < VECTORS) {
-        byte_tile<BITS, DEPTH, ROWS, FIRST, WIDEST>(levels, scales, groups, x, sums);
-        byte_tile_of_panel<BITS, DEPTH, ROWS, FIRST + WIDEST>(levels, scales, groups, x, sums);
+// The scales of SUPER depths of a panel, MULTIPLES or MULTIPLES_16.
+template <int SCALING> struct SuperScales {
+    static constexpr bool OFFSETS = SCALING == MULTIPLES;
+    static constexpr int DEPTH = group_of(SCALING), GROUPS = SUPER / DEPTH, PAIRS = GROUPS / 2, HEAD = OFFSETS ? 128 : 64, STEP = OFFSETS ? 64 : 32;
+    static constexpr int BYTES = HEAD + GROUPS * STEP;
+    const uint8_t *record;
+
+    void prefetch_next() const {
+        for (int byte = 0; byte < BYTES; byte += 64) __builtin_prefetch(record + BYTES + byte);
     }
+
+    Floats scale(int v) const { return halves(reinterpret_cast<const uint16_t *>(record) + v * LANES); }
+    Floats offset(int v) const { return halves(reinterpret_cast<const uint16_t *>(record + 64) + v * LANES); }
+    Ints multiple(int64_t g, int v) const {
+        Ints some = widened(record + HEAD + g * STEP + v * LANES);
+        return OFFSETS ? some : some << 24 >> 24; // signed
+    }
+    // The multiples of the offsets of groups 2 * pair and the next one, in the halves of a lane.
+    Words pair(int64_t pair, int v) const {
+        auto one = [&](int64_t g) { return reinterpret_cast<Words>(OFFSETS ? widened(record + HEAD + g * STEP + 32 + v * LANES) : multiple(g, v)); };
+        return (one(2 * pair) & 0xffffu) | one(2 * pair + 1) << 16;
+    }
+};
+
+// Sets dots [ROWS, COUNT] to what the offsets of levels add to the sums of integers, or adds it to `sums` and sets them to zero.
+template <int SCALING, int ROWS, int FIRST, int COUNT>
+inline void begin_super(const SuperScales<SCALING> &scales, const RoundedSupers &x, float *sums, Ints (&dots)[ROWS][COUNT]) {
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < COUNT; v++) dots[r][v] = Ints{};
+#pragma GCC unroll 2
+    for (int64_t pair = 0; pair < scales.PAIRS; pair++) {
+        Words by[COUNT];
+        for (int v = 0; v < COUNT; v++) by[v] = scales.pair(pair, FIRST + v);
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; r++) {
+            Words one = repeated(x.sums + r * x.sum_stride + (scales.OFFSETS ? SUMS_OF_16 : 0) + 2 * pair);
+#pragma GCC unroll 8
+            for (int v = 0; v < COUNT; v++) dots[r][v] = add_short_pairs(dots[r][v], by[v], one);
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < COUNT; v++) {
+            if constexpr (SCALING == MULTIPLES) {
+                add_super(sums + r * PANEL + v * LANES, dots[r][v], -scales.offset(FIRST + v), x.scales[r * x.scale_stride]);
+                dots[r][v] = Ints{};
+            } else {
+                dots[r][v] *= -32;
+            }
+        }
 }
 
-// The same for any number of rows and a whole panel.
-template <int BITS, int DEPTH, class L>
-inline void byte_tiles(const L &levels, const float *scales, int64_t depth, RoundedBlock x, int64_t rows, float *sums) {
-#define TILE(N)                                                                                                      \
-    if constexpr (N <= MOST_BYTE_ROWS) {                                                                             \
-        while (rows >= N) {                                                                                          \
-            byte_tile_of_panel<BITS, DEPTH, N>(levels, scales, depth / DEPTH, x, sums);                              \
-            x.levels += N * x.stride, x.scales += N * x.scale_stride, x.sums += N * x.sum_stride;                    \
-            sums += N * PANEL, rows -= N;                                                                            \
-        }                                                                                                            \
+// The same as byte_tile for SUPER depths.
+template <int BITS, int SCALING, int ROWS, int FIRST, int COUNT, class L>
+inline void super_tile(const L &levels, const SuperScales<SCALING> &scales, const RoundedSupers &x, float *sums) {
+    constexpr int DEPTH = SuperScales<SCALING>::DEPTH;
+    Ints dots[ROWS][COUNT];
+    sums += FIRST * LANES;
+    if constexpr (FIRST == 0) scales.prefetch_next();
+    begin_super<SCALING, ROWS, FIRST, COUNT>(scales, x, sums, dots);
+    for (int64_t g = 0; g < scales.GROUPS; g++) {
+        Ints by[COUNT];
+        for (int v = 0; v < COUNT; v++) by[v] = scales.multiple(g, FIRST + v);
+        add_group_dots<BITS, DEPTH, ROWS, FIRST, COUNT>(levels, g * DEPTH / 4, x.levels + g * DEPTH, x.stride, by, dots);
     }
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < COUNT; v++) {
+            add_super(sums + r * PANEL + v * LANES, dots[r][v], scales.scale(FIRST + v), x.scales[r * x.scale_stride]);
+        }
+}
+
+// Runs body(rows of the tile, first vector, first row), of which the first two are compile-time constants, over a whole panel.
+template <class F> inline void each_byte_tile(int64_t rows, const F &body) {
+    int64_t first = 0;
+    auto panel = [&](auto n) {
+        body(n, Constant<0>(), first);
+        if constexpr (WIDEST < VECTORS) body(n, Constant<WIDEST>(), first);
+        first += n.value;
+    };
+#define TILE(N) if constexpr (N <= MOST_BYTE_ROWS) while (rows - first >= N) panel(Constant<N>());
     TILE(12) TILE(9) TILE(8) TILE(7) TILE(6) TILE(5) TILE(4) TILE(3) TILE(2) TILE(1)
 #undef TILE
 }
@@ -217,33 +142,97 @@ inline int64_t rows_by_tiles(int64_t rows) {
     return rows < TILE_ROWS || left >= AFTER_OTHERS ? rows : rows - left;
 }
 
-// sums [rows, 32] += products of `depth` depths, at most SUPER. weights: of the first depth. With at most two tiles of rows by vectors,
-// levels are decoded in registers where they are used; with more, they are decoded once to `room` [SUPER * PANEL].
-template <int BITS, int DEPTH>
-inline void byte_products(const uint8_t *weights, const float *scales, int64_t depth, RoundedBlock x, int64_t rows, float *sums, uint8_t *room) {
+// Weights of at most SUPER depths of a panel: levels from the first depth on, scales, and the arithmetic of both with rounded numbers.
+//   Groups: scales for each group of 32, decoded to float32; Supers: see SuperScales
+template <int BITS> struct Groups {
+    using X = RoundedGroups;
+    static constexpr int KIND = BITS, DEPTH = GROUP;
+    const uint8_t *weights;
+    int64_t depth;
+    const float *scales;
+
+    template <int DOTS, int ROWS, int FIRST, class L> void tile(const L &levels, const X &x, float *sums) const {
+        byte_tile<DOTS, ROWS, FIRST, WIDEST>(levels, scales, depth / GROUP, x, sums);
+    }
+#if defined(FORESAY_TILES)
+    template <class F> void by_tiles(const F &dots, const X &x, int64_t, float *sums) const {
+        dots([&](int64_t g, int64_t r, const int32_t *found) {
+            const float *scale = scales + g * 2 * PANEL;
+            float by = x.scales[r * x.scale_stride + g], plus = x.sums[r * x.sum_stride + g];
+            for (int v = 0; v < VECTORS; v++) {
+                Floats one = load<Floats>(scale + v * LANES), offset = load<Floats>(scale + PANEL + v * LANES);
+                add_group(sums + r * PANEL + v * LANES, load<Ints>(found + v * LANES), one, offset, by, plus);
+            }
+        });
+    }
+#endif
+};
+
+template <int BITS, int SCALING> struct Supers {
+    using X = RoundedSupers;
+    static constexpr int KIND = BITS, DEPTH = group_of(SCALING);
+    static constexpr int64_t depth = SUPER;
+    const uint8_t *weights;
+    SuperScales<SCALING> scales;
+
+    template <int DOTS, int ROWS, int FIRST, class L> void tile(const L &levels, const X &x, float *sums) const {
+        super_tile<DOTS, SCALING, ROWS, FIRST, WIDEST>(levels, scales, x, sums);
+    }
+#if defined(FORESAY_TILES)
+    template <class F> void by_tiles(const F &dots, const X &x, int64_t rows, float *sums) const {
+        static thread_local Ints totals[ROWS_AT_ONCE][1][VECTORS];
+        for (int64_t r = 0; r < rows; r++) begin_super<SCALING, 1, 0, VECTORS>(scales, x.from(r), sums + r * PANEL, totals[r]);
+        dots([&](int64_t g, int64_t r, const int32_t *found) {
+            for (int v = 0; v < VECTORS; v++) totals[r][0][v] += load<Ints>(found + v * LANES) * scales.multiple(g, v);
+        });
+        for (int64_t r = 0; r < rows; r++)
+            for (int v = 0; v < VECTORS; v++) add_super(sums + r * PANEL + v * LANES, totals[r][0][v], scales.scale(v), x.scales[r * x.scale_stride]);
+    }
+#endif
+};
+
+// sums [rows, 32] += products with weights W. With at most two tiles of rows by vectors, levels are decoded in registers where they are
+// used; with more, they are decoded once to `room` [SUPER * PANEL].
+template <class W> inline void byte_products(const W &w, typename W::X x, int64_t rows, float *sums, uint8_t *room) {
+    auto by_vectors = [&](auto dots, const auto &levels, int64_t count) {
+        each_byte_tile(count, [&](auto n, auto first, int64_t row) {
+            w.template tile<decltype(dots)::value, decltype(n)::value, decltype(first)::value>(levels, x.from(row), sums + row * PANEL);
+        });
+    };
     int64_t tiled = rows_by_tiles(rows);
     if (tiled == 0) {
-        if (rows <= 2 * MOST_BYTE_ROWS) return byte_tiles<BITS, DEPTH>(Packed<BITS>{weights}, scales, depth, x, rows, sums);
-        decode_levels<BITS>(weights, depth, room);
+        if (rows <= 2 * MOST_BYTE_ROWS) return by_vectors(Constant<W::KIND>(), Packed<W::KIND>{w.weights}, rows);
+        decode_levels<W::KIND>(w.weights, w.depth, room);
     } else {
 #if defined(FORESAY_TILES)
-        decode_levels<BITS, false>(weights, depth, room);
-        bytes_by_tiles<DEPTH>(room, scales, depth, x, tiled, sums, weights + level_bytes(BITS, SUPER), level_bytes(BITS, DEPTH));
-        x.levels += tiled * x.stride, x.scales += tiled * x.scale_stride, x.sums += tiled * x.sum_stride;
+        decode_levels<W::KIND, false>(w.weights, w.depth, room);
+        auto dots = [&](auto add) {
+            dots_by_tiles<W::DEPTH>(room, w.depth, x.levels, x.stride, tiled, w.weights + level_bytes(W::KIND, SUPER), level_bytes(W::KIND, W::DEPTH), add);
+        };
+        w.by_tiles(dots, x, tiled, sums);
+        x = x.from(tiled), sums += tiled * PANEL;
 #endif
     }
-    byte_tiles<FORESAY_DOTS(BITS), DEPTH>(Plain{room}, scales, depth, x, rows - tiled, sums + tiled * PANEL);
+    by_vectors(Constant<FORESAY_DOTS(W::KIND)>(), Plain{room}, rows - tiled);
 }
 
-inline void byte_products(int64_t bits, int64_t scaling, const uint8_t *weights, const float *scales, int64_t depth, const RoundedBlock &x,
-                          int64_t rows, float *sums, uint8_t *room) {
-    if (scaling == MULTIPLES_16) return byte_products<LEVELS_6, 16>(weights, scales, depth, x, rows, sums, room);
-    switch (kind_of_levels(bits, scaling)) {
-        case FLOATS_4: return byte_products<FLOATS_4, 32>(weights, scales, depth, x, rows, sums, room);
-        case LEVELS_4: return byte_products<LEVELS_4, 32>(weights, scales, depth, x, rows, sums, room);
-        case LEVELS_6: return byte_products<LEVELS_6, 32>(weights, scales, depth, x, rows, sums, room);
-        default: return byte_products<LEVELS_8, 32>(weights, scales, depth, x, rows, sums, room);
+// The same for a kind of levels and scales by groups, whose scales are decoded.
+inline void group_products(int64_t kind, const uint8_t *weights, const float *scales, int64_t depth, const RoundedGroups &x, int64_t rows,
+                           float *sums, uint8_t *room) {
+    switch (kind) {
+        case FLOATS_4: return byte_products(Groups<FLOATS_4>{weights, depth, scales}, x, rows, sums, room);
+        case LEVELS_4: return byte_products(Groups<LEVELS_4>{weights, depth, scales}, x, rows, sums, room);
+        case LEVELS_6: return byte_products(Groups<LEVELS_6>{weights, depth, scales}, x, rows, sums, room);
+        default: return byte_products(Groups<LEVELS_8>{weights, depth, scales}, x, rows, sums, room);
     }
+}
+
+// The same for SUPER depths whose scales are MULTIPLES of 4 or 6 bits, or MULTIPLES_16.
+inline void super_products(int64_t bits, int64_t scaling, const uint8_t *weights, const uint8_t *scales, const RoundedSupers &x, int64_t rows,
+                           float *sums, uint8_t *room) {
+    if (scaling == MULTIPLES_16) return byte_products(Supers<LEVELS_6, MULTIPLES_16>{weights, {scales}}, x, rows, sums, room);
+    if (bits == LEVELS_4) return byte_products(Supers<LEVELS_4, MULTIPLES>{weights, {scales}}, x, rows, sums, room);
+    return byte_products(Supers<LEVELS_6, MULTIPLES>{weights, {scales}}, x, rows, sums, room);
 }
 
 } // namespace foresay

@@ -23,9 +23,6 @@ constexpr int MOST_TILE_ROWS = 6, SPLIT = 3;
 constexpr int MOST_TILE_ROWS = 2, SPLIT = 1 << 20;
 #endif
 constexpr int64_t DEPTHS_AT_ONCE = 64, PREFETCHED = 32;
-constexpr int64_t ROWS_AT_ONCE = 96;
-
-template <int N> using Constant = std::integral_constant<int, N>;
 
 enum Format { FLOAT32 = 0, BFLOAT16 = 1, QUANTIZED = 2, FLOAT32_ROWS = 3, BFLOAT16_ROWS = 4 };
 enum Activations { AS_FLOAT32 = 0, AS_BFLOAT16 = 1, AS_INT8 = 2 };

@@ -9,7 +9,8 @@
 
 namespace foresay {
 
-constexpr int64_t PANEL = 32, GROUP = 32, SUPER = 256;
+constexpr int64_t PANEL = 32, GROUP = 32, SUPER = 256, ROWS_AT_ONCE = 96;
+constexpr int64_t DEPTHS_AHEAD = 3 * SUPER; // at which weights are prefetched
 constexpr int VECTORS = PANEL / LANES;
 
 // LEVELS_*: bits of a level. Weights of a panel, in units of 64 bytes:
@@ -74,19 +75,21 @@ inline Words float_levels(Words codes) {
 #endif
 }
 
-// Levels of a panel, from a first unit on, which need decoding. PREFETCH: those of SUPER depths further on, too.
+// Levels of a panel, from a first unit on, which need decoding. PREFETCH: those of DEPTHS_AHEAD depths further on, too.
 template <int BITS, bool PREFETCH = true> struct Packed {
     const uint8_t *weights;
 
-    // Decodes the levels of four depths for COUNT vectors of outputs from vector FIRST on.
-    template <int FIRST, int COUNT> inline void at(int64_t four, Words (&out)[COUNT]) const {
+    // Decodes the levels of four depths for COUNT vectors of outputs from vector FIRST on. The depths are 4 * (four + odd) and those
+    // after it; four is even, and odd, a constant for the compiler, is 0 or 1.
+    template <int FIRST, int COUNT> inline void at(int64_t four, int odd, Words (&out)[COUNT]) const {
         constexpr int HALVES = 16 / LANES; // vectors of 16 outputs
-        const uint8_t *unit = BITS == LEVELS_4 || BITS == FLOATS_4 ? weights + four * 64 : BITS == LEVELS_6 ? weights + four / 2 * 192 + four % 2 * 64 : weights + four * 128;
-        const uint8_t *upper = weights + four / 2 * 192 + 128; // of 6 bits
+        constexpr int64_t EIGHT = level_bytes(BITS, 8);
+        const uint8_t *eight = weights + four / 2 * EIGHT, *unit = eight + odd * (BITS == LEVELS_8 ? 128 : 64);
         if constexpr (FIRST == 0 && PREFETCH) {
-            __builtin_prefetch(unit + level_bytes(BITS, SUPER));
-            if constexpr (BITS == LEVELS_6) if (four % 2 == 0) __builtin_prefetch(upper + level_bytes(BITS, SUPER));
-            if constexpr (BITS == LEVELS_8) __builtin_prefetch(unit + 64 + level_bytes(BITS, SUPER));
+            constexpr int64_t AHEAD = level_bytes(BITS, DEPTHS_AHEAD);
+            __builtin_prefetch(unit + AHEAD);
+            if constexpr (BITS == LEVELS_6) if (odd == 0) __builtin_prefetch(eight + 128 + AHEAD);
+            if constexpr (BITS == LEVELS_8) __builtin_prefetch(unit + 64 + AHEAD);
         }
         for (int i = 0; i < COUNT; i++) {
             int v = FIRST + i, high = v / HALVES;
@@ -98,8 +101,9 @@ template <int BITS, bool PREFETCH = true> struct Packed {
             }
             if constexpr (BITS == FLOATS_4) out[i] = float_levels(out[i]);
             if constexpr (BITS == LEVELS_6) {
-                Words two = load<Words>(upper + v % HALVES * LANES * 4) >> static_cast<uint32_t>(2 * high + four % 2 * 4);
-                out[i] |= (two & 0x03030303u) << 4;
+                Words two = load<Words>(eight + 128 + v % HALVES * LANES * 4); // upper bits
+                int left = 4 - 2 * high - 4 * odd;
+                out[i] |= (left >= 0 ? two << left : two >> -left) & 0x30303030u;
             }
         }
     }
@@ -109,17 +113,18 @@ template <int BITS, bool PREFETCH = true> struct Packed {
 struct Plain {
     const uint8_t *levels;
 
-    template <int FIRST, int COUNT> inline void at(int64_t four, Words (&out)[COUNT]) const {
-        for (int i = 0; i < COUNT; i++) out[i] = load<Words>(levels + four * 128 + (FIRST + i) * LANES * 4);
+    template <int FIRST, int COUNT> inline void at(int64_t four, int odd, Words (&out)[COUNT]) const {
+        for (int i = 0; i < COUNT; i++) out[i] = load<Words>(levels + (four + odd) * 128 + (FIRST + i) * LANES * 4);
     }
 };
 
 template <int BITS, bool PREFETCH = true> inline void decode_levels(const uint8_t *weights, int64_t depth, uint8_t *out) {
     for (int64_t four = 0; four < depth / 4; four += 2) {
-        for (int64_t i = four; i < four + 2; i++) {
+#pragma GCC unroll 2
+        for (int odd = 0; odd < 2; odd++) {
             Words levels[VECTORS];
-            Packed<BITS, PREFETCH>{weights}.template at<0, VECTORS>(i, levels);
-            for (int v = 0; v < VECTORS; v++) store(out + i * 128 + v * LANES * 4, levels[v]);
+            Packed<BITS, PREFETCH>{weights}.template at<0, VECTORS>(four, odd, levels);
+            for (int v = 0; v < VECTORS; v++) store(out + (four + odd) * 128 + v * LANES * 4, levels[v]);
         }
     }
 }
@@ -189,6 +194,9 @@ inline void decode_levels(int64_t bits, int64_t scaling, const uint8_t *weights,
         default: return decode_levels<LEVELS_8>(weights, depth, out);
     }
 }
+
+// True for scales that are multiples of a scale for SUPER weights.
+constexpr bool of_supers(int64_t scaling) { return scaling == MULTIPLES || scaling == MULTIPLES_16; }
 
 constexpr int64_t group_of(int64_t scaling) { return scaling == MULTIPLES_16 ? 16 : GROUP; }
 

@@ -1,4 +1,5 @@
-// Activations rounded to 8 bits in groups of 32: x = scale * level with levels in [-127, 127].
+// Activations rounded to 8 bits: x = scale * level with levels in [-127, 127]. Numbers share a scale in groups of 32, or of 256 where they
+// are multiplied by weights whose scales are multiples of a scale for 256.
 
 #pragma once
 
@@ -8,12 +9,8 @@
 
 namespace foresay {
 
-// Rounded activations of one token: levels [depth], scales [depth / 32], sums of the rounded numbers for each 32, [depth / 32], and for
-// each 16, [depth / 16]. depth is a multiple of 32.
-struct RoundedRow {
-    int8_t *levels;
-    float *scales, *sums, *half_sums;
-};
+// Sums of the levels of SUPER numbers: for each 16, then for each 32.
+constexpr int64_t SUMS_OF_16 = SUPER / 16, SUPER_SUMS = SUMS_OF_16 + SUPER / GROUP;
 
 // Levels of numbers in 8 bits, in [-127, 127], times a scale. A NaN or an infinite number makes the scale NaN, and so every product.
 struct Rounding {
@@ -37,47 +34,73 @@ inline Rounding rounding_of(const float *x, int64_t count) {
     return {scale, inverse, scale - scale == 0.0f && inverse - inverse == 0.0f};
 }
 
-// Rounds 32 numbers.
-inline void round_group(const float *x, int64_t group, const RoundedRow &out) {
-    Rounding by = rounding_of(x, GROUP);
-    int8_t *levels = out.levels + group * GROUP;
-    int32_t sums[2] = {0, 0};
-    for (int half = 0; half < 2; half++) {
+// Rounds COUNT numbers, of which the first `count` are given and the others 0. sums: receives the sums of the levels of each 16.
+template <int COUNT> inline float round_numbers(const float *x, int64_t count, int8_t *levels, int32_t (&sums)[COUNT / 16]) {
+    float padded[COUNT];
+    if (count < COUNT) {
+        std::memset(padded, 0, sizeof padded), std::memcpy(padded, x, count * sizeof(float));
+        x = padded;
+    }
+    Rounding by = rounding_of(x, COUNT);
+    for (int part = 0; part < COUNT / 16; part++) {
         int32_t sum = 0;
 #pragma omp simd reduction(+ : sum)
-        for (int i = 0; i < GROUP / 2; i++) {
-            int32_t level = by.level(x[half * 16 + i]);
-            levels[half * 16 + i] = static_cast<int8_t>(level);
+        for (int i = 0; i < 16; i++) {
+            int32_t level = by.level(x[part * 16 + i]);
+            levels[part * 16 + i] = static_cast<int8_t>(level);
             sum += level;
         }
-        sums[half] = sum;
-        out.half_sums[2 * group + half] = by.scale * static_cast<float>(sum);
+        sums[part] = sum;
     }
-    out.scales[group] = by.scale;
-    out.sums[group] = by.scale * static_cast<float>(sums[0] + sums[1]);
+    return by.scale;
 }
 
-inline void round_row(const float *x, int64_t depth, const RoundedRow &out) {
-    int64_t groups = depth / GROUP, rest = depth % GROUP;
-    for (int64_t g = 0; g < groups; g++) round_group(x + g * GROUP, g, out);
-    if (rest == 0) return;
-    float padded[GROUP] = {};
-    std::memcpy(padded, x + groups * GROUP, rest * sizeof(float));
-    round_group(padded, groups, out);
+// Rounds the numbers of a token in groups of 32: levels [depth], scales and sums of the rounded numbers [depth / 32].
+inline void round_groups(const float *x, int64_t depth, int8_t *levels, float *scales, float *sums) {
+    for (int64_t from = 0, g = 0; from < depth; from += GROUP, g++) {
+        int32_t of_levels[GROUP / 16];
+        scales[g] = round_numbers<GROUP>(x + from, depth - from, levels + from, of_levels);
+        sums[g] = scales[g] * static_cast<float>(of_levels[0] + of_levels[1]);
+    }
 }
 
-// A block of tokens' rounded activations, from the first depth of a block on. Strides are those between tokens.
-struct RoundedBlock {
+// The same in groups of SUPER; sums: of the levels, [depth / SUPER, SUPER_SUMS].
+inline void round_supers(const float *x, int64_t depth, int8_t *levels, float *scales, int16_t *sums) {
+    for (int64_t from = 0, g = 0; from < depth; from += SUPER, g++, sums += SUPER_SUMS) {
+        int32_t of_levels[SUMS_OF_16];
+        scales[g] = round_numbers<SUPER>(x + from, depth - from, levels + from, of_levels);
+        for (int i = 0; i < SUMS_OF_16; i++) sums[i] = static_cast<int16_t>(of_levels[i]);
+        for (int i = 0; i < SUPER / GROUP; i++) sums[SUMS_OF_16 + i] = static_cast<int16_t>(of_levels[2 * i] + of_levels[2 * i + 1]);
+    }
+}
+
+// Rounded activations of some tokens, from the first depth of a block on. Strides are those between tokens.
+template <class Sum> struct Rounded {
     const int8_t *levels;
-    const float *scales, *sums;
+    const float *scales;
+    const Sum *sums;
     int64_t stride, scale_stride, sum_stride;
+
+    Rounded from(int64_t row) const {
+        return {levels + row * stride, scales + row * scale_stride, sums + row * sum_stride, stride, scale_stride, sum_stride};
+    }
 };
+
+using RoundedGroups = Rounded<float>;
+using RoundedSupers = Rounded<int16_t>;
 
 // Adds a group's part to LANES sums. dots: sums of level * level; scale, offset: of the weights; x_scale, x_sum: of the activations.
 inline void add_group(float *sums, Ints dots, Floats scale, Floats offset, float x_scale, float x_sum) {
     Floats sum = load<Floats>(sums);
     sum += __builtin_convertvector(dots, Floats) * scale * x_scale;
     sum += offset * x_sum;
+    store(sums, sum);
+}
+
+// Adds integers times the scales of weights and activations to LANES sums.
+inline void add_super(float *sums, Ints total, Floats scale, float x_scale) {
+    Floats sum = load<Floats>(sums), by = scale * x_scale;
+    sum += __builtin_convertvector(total, Floats) * by;
     store(sums, sum);
 }
 

@@ -60,33 +60,26 @@ inline void pairs_by_tiles(const bf16 *weights, const bf16 *x, int64_t stride, i
     }
 }
 
-// The same as byte_tiles in integers.h, for decoded levels; the caller owns Tiles(TILE_ROWS, 0, DEPTH). Levels of x are read up to a
-// multiple of TILE_ROWS rows. next: weights that are decoded after these; `bytes` of them are prefetched with each group, because
-// memory does not deliver those of a whole block while it is decoded.
-template <int DEPTH>
-inline void bytes_by_tiles(const uint8_t *levels, const float *scales, int64_t depth, const RoundedBlock &x, int64_t rows, float *sums,
-                           const uint8_t *next, int64_t bytes) {
+// Sums of level * level of DEPTH depths, for each group of a block of `depth` depths and each of `rows` rows; the caller owns
+// Tiles(TILE_ROWS, 0, DEPTH). Calls add(group, row, dots [PANEL]). Levels of x are read up to a multiple of TILE_ROWS rows. next: weights
+// that are decoded after these; `bytes` of them are prefetched with each group, because memory does not deliver those of a whole
+// block while it is decoded.
+template <int DEPTH, class F>
+inline void dots_by_tiles(const uint8_t *levels, int64_t depth, const int8_t *x, int64_t stride, int64_t rows, const uint8_t *next,
+                          int64_t bytes, const F &add) {
     constexpr int64_t WIDTH = PANEL * sizeof(int32_t);
     alignas(64) int32_t dots[TILE_ROWS * PANEL];
-    for (int64_t g = 0; g < depth / DEPTH; g++, scales += 2 * PANEL, levels += DEPTH * PANEL) {
+    for (int64_t g = 0; g < depth / DEPTH; g++, levels += DEPTH * PANEL) {
         tile_load<6>(levels, WIDTH), tile_load<7>(levels + WIDTH / 2, WIDTH);
         for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(next + g * bytes + b);
-        Floats scale[VECTORS], offset[VECTORS];
-        for (int v = 0; v < VECTORS; v++) scale[v] = load<Floats>(scales + v * LANES), offset[v] = load<Floats>(scales + PANEL + v * LANES);
         for (int64_t first = 0; first < rows; first += TILE_ROWS) {
             int64_t count = rows - first < TILE_ROWS ? rows - first : TILE_ROWS;
             tile_zero<0>(), tile_zero<1>();
-            tile_load<4>(x.levels + first * x.stride + g * DEPTH, x.stride);
+            tile_load<4>(x + first * stride + g * DEPTH, stride);
             tile_bytes<0, 4, 6>(), tile_bytes<1, 4, 7>();
             tile_store<0>(dots, WIDTH), tile_store<1>(dots + PANEL / 2, WIDTH);
 #pragma GCC unroll 4
-            for (int64_t r = 0; r < count; r++) {
-                float by = x.scales[(first + r) * x.scale_stride + g * DEPTH / GROUP], plus = x.sums[(first + r) * x.sum_stride + g];
-                for (int v = 0; v < VECTORS; v++) {
-                    Ints some = load<Ints>(dots + r * PANEL + v * LANES);
-                    add_group(sums + (first + r) * PANEL + v * LANES, some, scale[v], offset[v], by, plus);
-                }
-            }
+            for (int64_t r = 0; r < count; r++) add(g, first + r, dots + r * PANEL);
         }
     }
 }

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #if defined(__AVX2__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
@@ -25,6 +26,8 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES), may_alias));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES), may_alias));
 typedef uint16_t Shorts __attribute__((vector_size(2 * LANES), may_alias));
 typedef uint8_t Bytes __attribute__((vector_size(LANES), may_alias));
+
+template <int N> using Constant = std::integral_constant<int, N>;
 
 template <class V, class T> inline V load(const T *place) {
     V out;

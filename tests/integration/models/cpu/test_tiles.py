@@ -139,15 +139,18 @@ def test_a_token_has_its_bits_in_any_pass(threads: int) -> None:
 PAIRS = ["the second block of rows is the first", "depths of two panels"]
 BYTES = ["every group reads the first", "scales of the first block", "rows of the first block"]
 BYTES += ["a group adds to the one before"]
+SUPERS = ["the first group's multiple by tiles", "the scale of the first row by tiles"]
 
 
-@pytest.mark.parametrize("fault", ["", *PAIRS, *BYTES])
+@pytest.mark.parametrize("fault", ["", *PAIRS, *BYTES, *SUPERS])
 def test_faults_are_noticed(fault: str, broken_kernels: Broken, without: dict[str, dict[int, torch.Tensor]]) -> None:
-    """Control: the same comparisons with one fault in tiles.h, and with none."""
+    """Control: the same comparisons with one fault in products by tiles, and with none."""
     with broken_kernels(fault, tiles=True):
         product = INTEGERS["Q4_1"]()
         error = (product(numbers(max(ROWS), product.in_features)[:33]) - without["Q4_1"][33]).abs().max()
         assert (error > 0.1) == (fault in BYTES)
+        same = torch.equal(outputs(INTEGERS["Q6_K"]())[33], without["Q6_K"][33])
+        assert same == (fault not in BYTES[:1] + BYTES[2:] + SUPERS)
         weight, x = numbers(70, 64).to(torch.bfloat16), numbers(40, 64).to(torch.bfloat16)
         error = (pairs(weight)(x.float()).double() - x.double() @ weight.double().t()).abs().max()
         assert (error > 0.1) == (fault in PAIRS)

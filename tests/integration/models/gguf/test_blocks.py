@@ -24,6 +24,7 @@ from foresay.models.sources import describing
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model
 from helpers import tiny
+from helpers.broken_kernels import Broken
 from helpers.families import make
 from helpers.fuzz_gguf import EXPERTS, LAYERS
 from helpers.gguf_cases import error, scores
@@ -114,6 +115,34 @@ def test_4_bit_floats_are_multiplied_exactly(rows: int, width: int) -> None:
         assert not torch.equal(whole, x @ wanted.roll(1, 1).t()), "control: the order of weights"
         for count in (1, 2, 3, 5, 9, 13, 17):
             assert torch.equal(product(x[:count]), whole[:count])
+
+
+def exact(kind: str) -> bool:
+    """True if products of whole numbers are exact for any number of rows: scales are 1, and all sums are below 2^24."""
+    stored = random_blocks(kind, 70, 768)
+    for at in (208,) if kind == "Q6_K" else (0, 2):
+        stored.data.reshape(70, 3, -1)[..., at : at + 2] = np.ones(1, np.float16).view(np.uint8)
+    product, wanted = BlockWeight((stored,)).product(None), file_weights(stored).double()
+    x = torch.randint(-2, 3, (40, 768), generator=torch.Generator().manual_seed(2)).float()
+    x[:, ::256] = 127.0
+    x[:, 256:512] *= 2  # a scale of its own
+    x[:, 40] = 63.4  # 63 with the scale of its 256 inputs, and 63.4 with that of its 32
+    whole = product(x)
+    same = (torch.equal(product(x[:count]), whole[:count]) for count in (1, 2, 3, 4, 5, 9, 13, 17, 26))
+    return torch.equal(whole.double(), x.round().double() @ wanted.t()) and all(same)
+
+
+SUPERS = ("the first group's multiple for all", "the offset of the first of two groups")
+SUPERS += ("256 inputs with the scale of the first", "256 products that depend on the rows of their tile")
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
+def test_super_blocks_are_multiplied_exactly(kind: str, broken_kernels: Broken) -> None:
+    """256 inputs share a scale, and all groups of 256 weights are added as integers."""
+    assert exact(kind)
+    for fault in SUPERS:
+        with broken_kernels(fault):
+            assert not exact(kind), f"control: {fault}"
 
 
 def test_exponents_of_infinite_weights_are_refused() -> None:
