@@ -17,6 +17,7 @@ from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, MaxGram, cascade
 from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
+from foresay.drafters.proposal_builder import ProposalBuilder
 from foresay.engine import guard
 from helpers.distribution_cells import ALPHA, DRAFT, PARAMS, PROMPT, SIZE, SMALL, TARGET, model
 from helpers.reference import joint
@@ -66,39 +67,40 @@ def _streams_shared_by_the_levels(patch: Patch) -> None:
 
 def _lenient_review_passed_off_as_exact(patch: Patch) -> None:
     """Tokens of a lenient review labelled with the reviewer's distribution, which they do not have."""
-    intact: Any = cascade._as_proposal
-    patch.setattr(cascade, "_as_proposal", lambda *args, **named: intact(*args, **named | {"lenient": False}))
+    patch.setattr(cascade, "Speculative", lambda: Lenience(4.0))
+
+
+def _changed(patch: Patch, change: Callable[[Any, list[int]], tuple[Proposal, list[int]]]) -> None:
+    """Change what is added of each review: its tokens, and how many of them."""
+    add = ProposalBuilder.add
+
+    def changed(self: ProposalBuilder, proposal: Proposal, counts: list[int] | None = None) -> None:
+        add(self, *((proposal, None) if counts is None else change(proposal, counts)))
+
+    patch.setattr(ProposalBuilder, "add", changed)
 
 
 def _unlikely_tokens_hidden(patch: Patch) -> None:
     """Where a review ends may depend on what came before a token, never on the token."""
-    intact: Any = cascade._as_proposal
 
-    def choosy(*args: Any, **named: Any) -> Proposal:
-        full = intact(*args, **named)
+    def choosy(full: Any, counts: list[int]) -> tuple[Proposal, list[int]]:
         likeliest = full.distributions[full.distribution_index.clamp(min=0)].argmax(-1) == full.token_ids
         leading = 1 + likeliest[:, 1:].long().cumprod(-1).sum(-1)
-        kept = torch.minimum(leading, torch.tensor(full.num_tokens))
-        return Proposal(full.token_ids, kept.tolist(), full.distributions, full.distribution_index)
+        return full, torch.minimum(leading, torch.tensor(counts)).tolist()
 
-    patch.setattr(cascade, "_as_proposal", choosy)
+    _changed(patch, choosy)
 
 
 def _labelled_with_the_distribution_one_position_on(patch: Patch) -> None:
-    intact: Any = cascade._as_proposal
-
-    def shifted(*args: Any, **named: Any) -> Proposal:
-        full = intact(*args, **named)
-        return dataclasses.replace(full, distribution_index=torch.roll(full.distribution_index, -1, 1))
-
-    patch.setattr(cascade, "_as_proposal", shifted)
+    index = "distribution_index"
+    _changed(patch, lambda full, n: (dataclasses.replace(full, **{index: torch.roll(getattr(full, index), -1, 1)}), n))
 
 
 @pytest.mark.parametrize(
     ("breaks", "make"),
     [
         (_streams_shared_by_the_levels, two),
-        (_lenient_review_passed_off_as_exact, lambda: two(4.0)),
+        (_lenient_review_passed_off_as_exact, two),
         (_unlikely_tokens_hidden, overshooting),
         (_labelled_with_the_distribution_one_position_on, two),
     ],

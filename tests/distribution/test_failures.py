@@ -17,11 +17,9 @@ import pytest
 import torch
 
 from foresay.decoding import clock
-from foresay.decoding.distributions import Distributions
 from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import Drafter, KVCache, LengthPolicy, ModelInput, ModelOutput
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.decoding.stopping import Stopping
 from foresay.drafters import Cascade, Hybrid, MaxGram, ModelDrafter, ModelTreeDrafter, tree
 from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
 from foresay.drafters.proposal_builder import Interruptible
@@ -202,15 +200,17 @@ def test_a_node_budget_that_ends_inside_a_level(width: int, branches: int, budge
 
 def test_a_tree_dropped_where_its_budget_ends(monkeypatch: Patch) -> None:
     """Control: a node without children ends in an exception, which loses the tree."""
-    intact = tree.Grower._expand
+    next_slots, level = tree.Tree.next_slots, list[int]()
 
-    def expand(self: tree.Grower, places: list[list[int]], distributions: Distributions, stopping: Stopping) -> None:
-        intact(self, places, distributions, stopping)
-        for one, some in zip(self._trees, places, strict=True):
-            if some:
-                one.parents.index(max(some, key=lambda slot: one.scores[slot]) - 1)
+    def begun(self: tree.Tree, width: int) -> list[int]:
+        level[:] = next_slots(self, width)
+        return level[:]
 
-    monkeypatch.setattr(tree.Grower, "_expand", expand)
+    def ended(self: tree.Tree) -> None:
+        self.parents.index(max(level, key=lambda slot: self.scores[slot]) - 1)
+
+    monkeypatch.setattr(tree.Tree, "next_slots", begun)
+    monkeypatch.setattr(tree.Tree, "prune", ended)  # of drawn nodes, all of which are kept
     _lost_with_an_exception(monkeypatch)
     value, failures = first_tokens(lambda: wide(2, 2), "speculative", 4)
     assert failures > 0.1 and value < ALPHA

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import foresay
 from foresay.generation import kept_prompts
-from foresay.generation.kept_prompts import MIN_TOKENS
+from foresay.generation.kept_prompts import MIN_TOKENS, KeptPrompts
 from foresay.models.drafts.files import write_draft
 from foresay.models.huggingface.causal import CausalModel
 from helpers import tiny
@@ -96,12 +96,14 @@ def test_nothing_else_is_read(model: Path, kept: tuple[Path, list[int]], tmp_pat
 
 
 def _salts_are_equal(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kept_prompts, "_digest", lambda text: "0" * 64)
+    longest, keep = KeptPrompts.longest, KeptPrompts.keep
+    patch.setattr(KeptPrompts, "longest", lambda self, salt, *given: longest(self, "", *given))
+    patch.setattr(KeptPrompts, "keep", lambda self, salt, *given: keep(self, "", *given))
 
 
 def _results_are_equal(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kept_prompts, "_digest_of", lambda tensors: "0" * 64)
-    patch.setattr(kept_prompts, "fingerprint", lambda path: b"")
+    make = KeptPrompts
+    patch.setattr(kept_prompts, "KeptPrompts", lambda folder, most, identity, layout: make(folder, most, "", layout))
 
 
 @pytest.mark.parametrize("breaks", [_salts_are_equal, _results_are_equal])

@@ -112,11 +112,15 @@ def test_the_duration_is_estimated(tune: Tune, folder: Path, monkeypatch: pytest
     for part in ("recording", "timing passes", "replaying 2 candidates", "running 2 live"):  # suffix, and the default
         assert part in out
 
-    def timed(target: object, prompts: list[list[int]]) -> tuple[float, float]:
-        return float(len({tuple(ids[: i + 1]) for ids in prompts for i in range(len(ids))})), 0.0
+    now = 0
 
-    monkeypatch.setattr(tune_estimate, "_timed", timed)
+    def generate(prompts: list[list[int]], params: object) -> None:
+        nonlocal now
+        now += len({tuple(ids[: i + 1]) for ids in prompts for i in range(len(ids))})
+
     target = foresay.load(folder, drafter="none")
+    monkeypatch.setattr(target, "generate", generate)
+    monkeypatch.setattr(tune_estimate, "perf_counter", lambda: float(now))
     of: dict[str, Any] = {"recorded": False, "methods": [], "sizes": [8], "rows": 8, "finalists": 2}
     alike, apart = (
         tune_estimate.estimate(target, prompts, (8, 4), **of)

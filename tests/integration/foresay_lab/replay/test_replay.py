@@ -487,18 +487,15 @@ def test_an_estimate_that_ignores_something_is_far_off(
     sampled: Recording, monkeypatch: pytest.MonkeyPatch, ignored: str
 ) -> None:
     """Negative controls: acceptance q(y) instead of min(1, q(y) / p(y)); always where q > 0; and q uniform."""
-    honest = SampledReplayModel._choose
-
-    def choose(self: SampledReplayModel, scores: torch.Tensor, row: Any, position: int) -> None:
-        if ignored == "q":
-            scores.fill_(0.0)
-        else:
-            p = 1.0 if ignored == "p" else 1e-9
-            self._records = tuple(dataclasses.replace(r, token_probs=(p,) * len(r.output)) for r in self._records)
-        honest(self, scores, row, position)
-
-    monkeypatch.setattr(SampledReplayModel, "_choose", choose)
-    done = replay(sampled, SAMPLING["model"](), ConstantLength(4), batch_size=40)
+    changed = sampled
+    if ignored == "q":
+        honest = coupled.build_distributions
+        monkeypatch.setattr(coupled, "build_distributions", lambda scores, rows: honest(torch.zeros_like(scores), rows))
+    else:
+        p = 1.0 if ignored == "p" else 1e-9
+        records = tuple(dataclasses.replace(r, token_probs=(p,) * len(r.output)) for r in sampled.records)
+        changed = dataclasses.replace(sampled, records=records)
+    done = replay(changed, SAMPLING["model"](), ConstantLength(4), batch_size=40)
     assert abs(apart(counts(done.steps), truth("model"))) > 5
 
 

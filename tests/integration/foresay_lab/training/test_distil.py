@@ -6,7 +6,9 @@ import itertools
 import json
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from foresay.models.drafts.head import HeadModel
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import trimmed_head
 from foresay.models.sources.wrapping import LoadedModel
-from foresay_lab.training import fitting
+from foresay_lab.training import fitting, teacher
 from foresay_lab.training.batches import epoch_batches
 from foresay_lab.training.curves import draw_curves, read_log
 from foresay_lab.training.distil import distil, distil_model
@@ -132,7 +134,8 @@ def test_texts_that_were_read_are_not_read_again_with_new_ones(tmp_path: Path, m
         for text in some:
             assert kept(text).last.shape[0] == len(text.tokens)
     assert asked == texts
-    monkeypatch.setattr(CachedPasses, "_read", lambda *_: pytest.fail("what is there is read when it is needed"))
+    names = SimpleNamespace(keys=lambda: ["1", "last", "log_sum"])  # what is there is read when it is needed
+    monkeypatch.setattr(teacher, "safe_open", lambda *_: nullcontext(names))
     kept.prepare(texts[0])
 
 
@@ -279,7 +282,7 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not(
         assert all(torch.equal(weight, ours[key]) for key, weight in theirs.items())
 
     whole = go("whole")
-    interrupted("cut", fitting.Fitting, "_step", killed)
+    interrupted("cut", fitting.Fitting, "rate", killed)
     report = go("cut")
     assert report.resumed_at == 5 and report.state.step == whole.state.step
     as_whole("cut")

@@ -272,15 +272,15 @@ def test_ctrl_c_leaves_a_checkpoint_that_goes_on(
     distil: Distil, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the fourth step."""
-    out, step, left = tmp_path / "head", Fitting._step, [None] * 3
+    out, rate, left = tmp_path / "head", Fitting.rate, [None] * 3
 
-    def interrupted(self: Fitting, share: float) -> None:
+    def interrupted(self: Fitting, share: float) -> float:
         if not left:
             raise KeyboardInterrupt
         left.pop()
-        step(self, share)
+        return rate(self, share)
 
-    monkeypatch.setattr(Fitting, "_step", interrupted)
+    monkeypatch.setattr(Fitting, "rate", interrupted)
     command = ["distill", str(out), *asked(distil.target, distil.recorded, "--epochs 2")]
     assert distil.shell(*command) == (130, "", "")
     monkeypatch.undo()
