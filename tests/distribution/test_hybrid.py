@@ -82,8 +82,7 @@ def test_default_lengths_keep_the_distribution(rule: str, lookup: str, policy: s
 @pytest.mark.usefixtures("_virtual_clock")
 def test_rows_none_of_which_may_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: a budget that maximises over no row at all fails."""
-    for name in ("_best_lengths", "_best_drafts"):
-        monkeypatch.setattr(measured_drafter.MeasuredDrafter, name, lambda *args, **kwargs: np.zeros(0).argmax())
+    monkeypatch.setattr(measured_drafter.Credit, "check", lambda *_: np.zeros(0).argmax())
     with pytest.raises(ValueError, match="empty"):
         value("max_gram", "speculative", DEFAULTS["fixed for sampled rows"]())
 

@@ -137,21 +137,19 @@ def test_several_processes_write(opened: Open, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("commits", [False, True])
-def test_a_change_is_whole_or_not_there(opened: Open, commits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_is_whole_or_not_there(opened: Open, commits: bool) -> None:
     """A process ends after it has written a merged segment, before older ones go; or commits too early (control)."""
     one = opened([[1, 2], [3, 4]])
-    real = Database._insert
 
-    def ended(self: Database, owner: str, segment: Segment) -> int | None:
-        real(self, owner, segment)
+    def ended(stored: list[Any], new: list[Segment]) -> Iterator[tuple[None, Segment]]:
+        yield None, stored[0][1].merged(*new)
         if commits:
-            self._db.commit()
+            database(one).commit()
         raise KeyboardInterrupt  # no error that is reported and survived
 
-    monkeypatch.setattr(Database, "_insert", ended)
+    assert one._database is not None
     with pytest.raises(KeyboardInterrupt):
-        one._update(next(iter(one._segments)), ids([5, 6]))
-    monkeypatch.undo()
+        one._database.update(*one._database.owners(), {}, [Segment.of(ids([5, 6]))], ended)
     assert (kept(opened()) == [[1, 2], [3, 4]]) != commits
 
 
@@ -212,14 +210,14 @@ def test_memories_are_merged_by_owner_or_not_at_all(opened: Open, monkeypatch: p
 
 
 def test_no_error_ends_the_thread_that_writes(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, real = opened(), Memory._grown
+    one, real = opened(), Segment.of
 
-    def grown(self: Memory, stored: Any, new: Any) -> Any:
-        if any(5 in segment.texts()[0] for segment in new):
+    def of(text: Any) -> Segment:
+        if 5 in text:
             raise RuntimeError("some error")
-        return real(self, stored, new)
+        return real(text)
 
-    monkeypatch.setattr(Memory, "_grown", grown)
+    monkeypatch.setattr(Segment, "of", of)
     for text in ([1, 2], [3, 4], [5]):
         one.add("", ids(text))
     one.flush(20)
@@ -238,11 +236,10 @@ def test_decoding_does_not_wait_for_the_disk(opened: Open, monkeypatch: pytest.M
         return real(self, *given)
 
     monkeypatch.setattr(Database, "update", slow)
-    monkeypatch.setattr(memory, "_MAX_QUEUED", 3)
     one.prepare("")
     wait_until(lambda: bool(threads), "the thread to read")
     one.add("", ids([70, 71, 72]))
-    for _ in range(9):  # a queue that is too long drops texts
+    for _ in range(1030):  # a queue that is too long drops texts
         one.add("", ids([60, 61]))
     assert not gate.is_set() and one.dropped == 7
     assert [list(one.continuations("", ids(text), 3)) for text in ([0, 1, 2], [70, 71])] == [[], []]

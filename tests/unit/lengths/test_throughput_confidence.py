@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -146,7 +147,13 @@ def test_drafts_are_soon_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
         return float(np.mean([regained(n, *texts, **c) for n in (200, 350) for texts in HARD_AND_EASY for c in costs]))
 
     assert mean() > 0.87
-    monkeypatch.setattr(measured_drafter, "_FIRST_TRIAL", measured_drafter._LOAN)
+    add, loan = measured_drafter.Credit.add, measured_drafter.Credit().passes
+
+    def begun_large(self: measured_drafter.Credit, allowance: float, lost: float) -> None:
+        self.needed = loan
+        add(self, allowance, lost)
+
+    monkeypatch.setattr(measured_drafter.Credit, "add", begun_large)
     assert mean() < 0.85
 
 
@@ -169,8 +176,13 @@ def test_no_text_in_which_drafts_pay_is_decoded_without(monkeypatch: pytest.Monk
 
     mean, least = shares()
     assert mean > 1.0 and least > 0.93
+    rule = measured_drafter.MeasuredDrafter.rule
+
+    def stricter(self: measured_drafter.MeasuredDrafter, draft: measured_drafter.Draft, always: Any) -> Any:
+        return rule(self, replace(draft, shared=1.5 * draft.shared, per_row=1.5 * draft.per_row), always)
+
     with monkeypatch.context() as patch:
-        patch.setattr(measured_drafter.MeasuredDrafter, "_further_accepted", lambda self: 0.6)
+        patch.setattr(measured_drafter.MeasuredDrafter, "rule", stricter)
         assert shares()[1] < least - 0.05
     add = measured_drafter.Credit.add
 
@@ -190,16 +202,13 @@ def settled() -> ThroughputLength:
     return policy
 
 
-def test_a_drafter_whose_guesses_fail_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_whose_guesses_fail_is_left_alone() -> None:
     """Control: one that drafts in any case."""
     world = {"token_s": 0.3, "column": 0.3}
     policy = ThroughputLength()
     rate(policy, 1, True, 400, **world)
     assert rate(policy, 1, True, 800, **world) > 0.97
-    monkeypatch.setattr(
-        measured_drafter.MeasuredDrafter, "_best_drafts", lambda self, now, free, *_: (True, [4] * len(free))
-    )
-    assert rate(ThroughputLength(), 1, True, 800, **world) < 0.9
+    assert rate(ConstantLength(4), 1, True, 800, **world) < 0.9
 
 
 def test_rows_that_are_held_to_a_length_draft_on() -> None:

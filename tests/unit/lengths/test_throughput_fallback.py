@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -176,23 +175,22 @@ def test_a_row_with_a_fixed_length_keeps_it() -> None:
 
 def test_a_few_failures_are_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first trial whose tokens all fail goes on while it has credit; control: without any it drafts nothing for long."""
-    drafted = {}
-    honest = measured_drafter.Credit.__init__
-    for credit in (measured_drafter._LOAN, 0.0):
-        monkeypatch.setattr(measured_drafter, "_LOAN", credit)
-        monkeypatch.setattr(measured_drafter.Credit, "__init__", partialmethod(honest, credit))
+    drafted = []
+    for check in (measured_drafter.Credit.check, lambda self, pays: pays):
+        monkeypatch.setattr(measured_drafter.Credit, "check", check)
         world = World(0.0, 0.75, 0.05, 0.05, unlucky=5)
         world.rate(ThroughputLength(), 100, most=2)
-        drafted[credit] = sum(n > 0 for n in world.asked)
-    assert drafted[0.0] < 60 and drafted[2.0] > 80, drafted
+        drafted.append(sum(n > 0 for n in world.asked))
+    assert drafted[1] < 60 and drafted[0] > 80, drafted
 
 
 def test_a_drafter_that_never_pays_loses_its_credit_and_its_allowance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its tokens cost; control: an allowance of a tenth of the time is lost as well."""
+    share, add = 0.0075, measured_drafter.Credit.add
     for token_s, column in ((0.02, 0.0), (0.1, 0.05), (0.5, 0.1)):
         world = World(0.0, 0.0, token_s, column)
-        assert world.rate(ThroughputLength(), 1500, most=4) > 1 - 2 * measured_drafter._ALLOWANCE, token_s
-    monkeypatch.setattr(measured_drafter, "_ALLOWANCE", 0.1)
+        assert world.rate(ThroughputLength(), 1500, most=4) > 1 - 2 * share, token_s
+    monkeypatch.setattr(measured_drafter.Credit, "add", lambda self, own, lost: add(self, own * 0.1 / share, lost))
     assert World(0.0, 0.0, 0.1, 0.05).rate(ThroughputLength(), 1500, most=4) < 0.95
 
 

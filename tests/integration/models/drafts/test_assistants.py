@@ -15,7 +15,7 @@ from foresay.drafters import AssistantDrafter, Cascade, Hybrid, PromptLookup
 from foresay.errors import ModelLoadError, UnsupportedModelError
 from foresay.generation.load import load
 from foresay.models.cache.slot_cache import SlotCache
-from foresay.models.drafts.assistant import Assistant
+from foresay.models.drafts.assistant import Assistant, AssistantModule
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import quantizer
 from foresay.models.sources.assistants import load_assistant, load_gguf_assistant
@@ -134,22 +134,18 @@ def test_what_is_read_wrongly_would_be_noticed(change: str, monkeypatch: pytest.
     model = target()
     theirs = assistant_model()
     assistant = Assistant(read(theirs), model)
-    keys_of, row_of = SlotCache.read, Assistant._row
+    keys_of, forward = SlotCache.read, AssistantModule.forward
     if change == "layer":
         assistant._layers = {**assistant._layers, "sliding_attention": 0}
     elif change == "row":
         monkeypatch.setattr(SlotCache, "read", lambda cache, layer, row, *sizes: keys_of(cache, layer, 0, *sizes))
     else:
 
-        def shorter(self: Assistant, ids: torch.Tensor, features: torch.Tensor, row: int) -> Any:
-            assert self._source is not None
-            self._source.lengths[row] -= 1
-            try:
-                return row_of(self, ids, features, row)
-            finally:
-                self._source.lengths[row] += 1
+        def shorter(self: AssistantModule, pairs: torch.Tensor, position: int, shared: Any) -> Any:
+            fewer = {kind: tuple(one[:, :, : position - 1] for one in pair) for kind, pair in shared.items()}
+            return forward(self, pairs, position - 1, fewer)
 
-        monkeypatch.setattr(Assistant, "_row", shorter)
+        monkeypatch.setattr(AssistantModule, "forward", shorter)
     with pytest.raises(AssertionError):
         in_transformers(model, assistant, theirs)
 

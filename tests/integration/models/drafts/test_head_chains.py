@@ -19,6 +19,7 @@ from foresay.drafters import HeadDrafter
 from foresay.lengths import ConfidenceLength, ConstantLength, ThroughputLength
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.cpu.chain import NativeChain
+from foresay.models.drafts import head as head_module
 from foresay.models.drafts.base import NEXT
 from foresay.models.drafts.head import HeadModel
 from foresay.models.huggingface.causal import CausalModel
@@ -133,10 +134,10 @@ def test_other_bits_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     head.draft_at_once(known, features[20:], cache, MOST, (), StoppingRule())
     assert not torch.equal(written(cache, 20, MOST + 2)[:, :, 3:], states[:, :, 3:])
     model = target(torch.bfloat16)
+    _, _, states = stepwise(HeadModel(random_head(model), model, make=quantizer(8)), 20, 2, MOST)
+    make = NativeChain
+    monkeypatch.setattr(head_module, "NativeChain", lambda *parts, **how: make(*parts[:4], torch.float32, **how))
     head = HeadModel(random_head(model), model, make=quantizer(8))
-    assert head._chain is not None
-    _, _, states = stepwise(head, 20, 2, MOST)
-    monkeypatch.setattr(head._chain, "_dtype", torch.float32)
     assert not torch.equal(written(at_once(head, 20, 2, MOST)[2], 20, MOST + 1), states)
 
 
@@ -183,7 +184,7 @@ def test_who_drafts_in_one_call(length: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert whole[0] == plain and bool(calls) == (not isinstance(length, ConfidenceLength))
     if isinstance(length, ConstantLength):
         with monkeypatch.context() as patch:
-            patch.setattr(HeadDrafter, "_draw_at_once", lambda *_: None)
+            patch.setattr(HeadModel, "drafts_at_once", False)
             assert decoded(1) == whole, "token by token"
         assert not calls
         decoded(1, temperature=1.0, seed=3)
@@ -227,7 +228,7 @@ def test_one_call_evaluates_the_rule_and_notes_confidences_as_single_passes_do(
     counts, read = decoded()
     assert {1, 2, 3} <= set(counts) and any(len(one) > 1 for one in read)
     with monkeypatch.context() as patch:
-        patch.setattr(HeadDrafter, "_draw_at_once", lambda *_: None)
+        patch.setattr(HeadModel, "drafts_at_once", False)
         single = decoded()
         patch.setattr(Weighted, "rule", lambda self, rows: StoppingRule(Reads.CONFIDENCE, 0.3, 0, (0.9,)))
         other = decoded()

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from foresay.decoding.protocols import Logits, ModelInput
+from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, HeadDrafter, PromptLookup, target_features
 from foresay.drafters.target_features import TargetFeatures
@@ -184,22 +185,22 @@ def test_hidden_states_that_wait_for_a_draft_give_the_same(kept: int, monkeypatc
 
 def test_wrong_positions_and_lost_passes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Controls: hidden states read from the start of a pass, where tokens are fed again; and those of another pass."""
-    positions, distribute = target_features._pass_positions, TargetFeatures._distribute
+    add, compute = TargetFeatures.add, TargetFeatures.compute
 
-    def losing(self: TargetFeatures) -> None:
+    def losing(self: TargetFeatures, features: Any) -> None:
         if len(self._passes) > 3:
             self._passes[1] = self._passes[0]
-        distribute(self)
+        compute(self, features)
 
-    def again_from_the_start(missing: Any, again: Any, *more: Any) -> Any:
-        return positions(missing, [0] * len(missing), *more)
+    def from_the_start(self: TargetFeatures, rows: Rows, verification: Any, target: Any) -> None:
+        add(self, rows, verification, target and dataclasses.replace(target, starts=()))
 
-    for owner, name, wrong, model in (
-        (target_features, "_pass_positions", again_from_the_start, feeds_again()),
-        (TargetFeatures, "_distribute", losing, target(vocab=SMALL)),
+    for name, wrong, model in (
+        ("add", from_the_start, feeds_again()),
+        ("compute", losing, target(vocab=SMALL)),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(owner, name, wrong)
+            patch.setattr(TargetFeatures, name, wrong)
             with pytest.raises(AssertionError):
                 paused(model)
 

@@ -15,7 +15,7 @@ from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, HeadDrafter, Hybrid, SuffixDrafter
-from foresay.drafters.mtp_cache import MtpCache
+from foresay.drafters.draft_cache import MAX_CATCH_UP
 from foresay.drafters.target_features import RowFeatures
 from foresay.models.drafts import mtp
 from foresay.models.drafts.mtp import MtpHead
@@ -149,15 +149,13 @@ def test_other_pairs_and_caches_are_seen(head: MtpHead, broken: str, monkeypatch
             mtp._MtpCache, "update", lambda self, keys, values, layer, *more, **given: intact(self, keys, values, 0)
         )
     else:
-        settle = MtpCache._settle
+        mark = RowFeatures.mark_cached
 
-        def kept(self: MtpCache, on: Sequence[bool]) -> None:
-            settle(self, on)
-            for one, flag in zip(self._parts, on, strict=True):
-                if flag and isinstance(one, RowFeatures) and len(one.pending) > 1:
-                    one.mark_cached(len(one.pending) - 1)
+        def all_but_the_last(self: RowFeatures, count: int) -> None:
+            is_step = len(self.pending) < MAX_CATCH_UP + LAYERS  # else a part of a prompt
+            mark(self, max(count, len(self.pending) - 1) if is_step else count)
 
-        monkeypatch.setattr(MtpCache, "_settle", kept)
+        monkeypatch.setattr(RowFeatures, "mark_cached", all_but_the_last)
     drafter = Recorded(head)
     run(head.target, PROMPTS, PARAMS, drafter=drafter, gamma=DRAFT, max_batch_size=3)
     monkeypatch.undo()
