@@ -160,15 +160,14 @@ def test_exponents_of_infinite_weights_are_refused() -> None:
 def test_other_types_are_rounded_with_a_warning(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """To 8 bits in groups of 32, a few rows at a time; the warning comes once."""
-    monkeypatch.setattr(types, "_PIECE_NUMBERS", 1000)
+    """To 8 bits in groups of 32, two million weights at a time; the warning comes once."""
     monkeypatch.setattr(types, "_warned", set())
     numbers, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    data = np.random.default_rng(0).integers(0, 60, (7, 512 // numbers * size), dtype=np.uint8)
-    stored = StoredTensor((7, 512), kind, data)
+    data = np.random.default_rng(0).integers(0, 60, (5000, 512 // numbers * size), dtype=np.uint8)
+    stored = StoredTensor((5000, 512), kind, data)
     wanted, found = file_weights(stored), read_weight(stored)
     assert isinstance(read_weight(stored), BlockWeight) and isinstance(found, BlockWeight)
-    groups = (7, 16, 32)
+    groups = (5000, 16, 32)
     error = (found.dense(torch.float32) - wanted).view(groups).abs().amax(2)
     assert (error <= wanted.view(groups).abs().amax(2) / 127 * 0.52 + 8e-6).all()
     assert caplog.text.count(f"weights of type {kind} are rounded to Q8_0") == 1

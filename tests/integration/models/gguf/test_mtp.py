@@ -76,7 +76,14 @@ def test_drafts_are_those_of_the_folder(family: str, tmp_path: Path, monkeypatch
     path = file_of(family, tmp_path / "tiny.gguf", **copies)
     assert drafts_of(path) == wanted
     if copies:
-        monkeypatch.setattr(mtp, "_PARTS", mtp._PARTS | {"enorm": "hnorm", "hnorm": "enorm"})
+        fill = mtp.fill
+
+        def exchanged(layers: Any, weights: Any) -> None:
+            fill(layers, weights)
+            for one in layers:
+                one.enorm, one.hnorm = one.hnorm, one.enorm
+
+        monkeypatch.setattr(mtp, "fill", exchanged)
         assert drafts_of(path) != wanted, "control"
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import sentencepiece
-from tokenizers import Tokenizer
 
 import foresay
 from foresay.errors import ModelLoadError
@@ -111,29 +110,19 @@ def test_each_token_is_the_files_own(tmp_path: Path) -> None:
         assert tokenizer.decode(ids) == text
 
 
-def _without_a_mark(backend: Tokenizer, *_: Any) -> None:
-    backend.add_special_tokens([mark for mark in MARKS if "Assistant" not in mark])
-
-
-def _with_another_token(backend: Tokenizer, *_: Any) -> None:
-    _MARK(backend, *_)
-    backend.add_tokens(["<outside>"])
-
-
-_MARK = building._mark
-
-
 @pytest.mark.parametrize(
-    ("broken", "message"),
+    ("instead", "message"),
     [
-        (_without_a_mark, r"its token \d+, '<｜Assistant｜>', is encoded as \["),
-        (_with_another_token, r"its token '<outside>' has id none, but 3006 in the tokenizer"),
+        (next(iter(MARKS)), r"its token \d+, '<｜Assistant｜>', is encoded as \["),
+        ("<outside>", r"its token '<outside>' has id none, but 3006 in the tokenizer"),
     ],
 )
 def test_a_tokenizer_that_differs_from_its_file_is_refused(
-    tmp_path: Path, broken: Any, message: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, instead: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(building, "_mark", broken)
+    """As if a mark were forgotten, or another token added."""
+    add = building.AddedToken
+    monkeypatch.setattr(building, "AddedToken", lambda one, **how: add(instead if "Assistant" in one else one, **how))
     with pytest.raises(ModelLoadError, match=message):
         load_tokenizer(write_vocabulary(tmp_path / "a.gguf"))
 

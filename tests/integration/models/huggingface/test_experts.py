@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from foresay.models.cpu import structs
-from foresay.models.cpu.layers import NativeLayers
 from foresay.models.huggingface.causal import CausalModel, is_recurrent
 from foresay.models.huggingface.experts import active_share, expert_weights
 from foresay.models.huggingface.frozen import FrozenExperts
@@ -218,26 +217,26 @@ NORMS = [(name, one) for name in ("before", "router", "after", "dense", "scales"
 
 
 @pytest.mark.parametrize(
-    ("family", "method", "name", "value"),
+    ("family", "kind", "name", "value"),
     [
-        *(("mixtral", "_experts", *one) for one in SIZES),
-        *(("gemma4_moe", "_expert_norms", *one) for one in NORMS),
+        *(("mixtral", "ExpertsStruct", *one) for one in SIZES),
+        *(("gemma4_moe", "ExpertNormsStruct", *one) for one in NORMS),
     ],
 )
 def test_sizes_of_experts_and_of_norms_next_to_them_are_checked(
-    family: str, method: str, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+    family: str, kind: str, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = make(family)
     freeze_linears(weights)
-    build = getattr(NativeLayers, method)
+    make_struct = getattr(structs, kind)
 
-    def wrong(self: NativeLayers, *given: Any) -> Any:
-        made = build(self, *given)
-        if method == "_experts":
+    def wrong(*given: Any, **fields: Any) -> Any:
+        made = make_struct(*given, **fields)
+        if kind == "ExpertsStruct":
             setattr(made, name, ctypes.POINTER(structs.ProductStruct)() if value is None else value)
         else:
-            setattr(getattr(made.contents, name), value, None if value == "values" else 7)
+            setattr(getattr(made, name), value, None if value == "values" else 7)
         return made
 
-    monkeypatch.setattr(NativeLayers, method, wrong)
+    monkeypatch.setattr(structs, kind, wrong)
     assert "by the compiled kernels only" in str(use_fused_layers(CausalModel(weights)))

@@ -115,15 +115,13 @@ def test_the_first_layers_of_a_fused_model_are_fused() -> None:
     assert run(short, PROMPTS, PARAMS, gamma=0)[0] == found
 
 
-def half_negated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return x * cos + x.roll(x.shape[-1] // 2, -1) * -sin
-
-
 def test_passes_that_compute_something_else_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rotation, the wrong half negated, norms that do nothing."""
     without_kernels(monkeypatch)
-    broken: list[tuple[Any, str, Any]] = [(operations, "_rotate", lambda x, cos, sin: x)]
-    broken += [(operations, "_rotate", half_negated), (family_layers, "norm_of", lambda module: lambda x: x)]
+    turns = operations.rotary_of
+    broken: list[tuple[Any, str, Any]] = [(fused, "rotary_of", lambda cos, sin: turns(0 * cos + 1, 0 * sin))]
+    broken += [(fused, "rotary_of", lambda cos, sin: turns(cos, -sin))]
+    broken += [(family_layers, "norm_of", lambda module: lambda x: x)]
     for owner, name, instead in broken:
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, instead)

@@ -156,7 +156,7 @@ def test_hidden_states_of_the_requested_layers(family: str) -> None:
 @pytest.mark.parametrize("family", [*SEQ2SEQ, *PROBED_SEQ2SEQ])
 def test_the_self_check_passes_and_sees_what_is_wrong(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Controls: T5's bias, and BART's and Marian's embeddings, as the longest row has them; sources that are read too far."""
-    model, intact, mask = Seq2SeqModel(make_seq2seq(family)), attention.current_pass, Seq2SeqModel._cross_mask
+    model, intact, admit = Seq2SeqModel(make_seq2seq(family)), attention.current_pass, Seq2SeqModel.admit
     assert verified(model) == (family in SEQ2SEQ)
     assert probe(model) < 1e-5
 
@@ -166,10 +166,11 @@ def test_the_self_check_passes_and_sees_what_is_wrong(family: str, monkeypatch: 
             at.positions = at.positions.max(0, keepdim=True).values.expand_as(at.positions)
         return at
 
-    def too_far(self: Seq2SeqModel, lengths: Sequence[int], *more: Any) -> Any:
-        return mask(self, [max(lengths)] * len(lengths), *more)
+    def too_far(self: Seq2SeqModel, rows: Rows, first: int, cache: Any) -> None:
+        admit(self, rows, first, cache)
+        cache.sources.lengths = [max(cache.sources.lengths)] * len(rows)
 
-    for owner, name, wrong in ((attention, "current_pass", of_longest_row), (Seq2SeqModel, "_cross_mask", too_far)):
+    for owner, name, wrong in ((attention, "current_pass", of_longest_row), (Seq2SeqModel, "admit", too_far)):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, wrong)  # masks do not read the first
             assert probe(Seq2SeqModel(make_seq2seq(family))) > 1e-3

@@ -18,7 +18,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ModelLoadError
 from foresay.models.cpu.product import NativeProduct
 from foresay.models.huggingface.frozen import FrozenExperts, FrozenLinear, JointLinear
-from foresay.models.sources import mxfp4, quantized_forms
+from foresay.models.sources import quantized_forms
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model, load_weights
 from helpers import mxfp4 as experts
@@ -114,27 +114,28 @@ def test_any_draft_and_any_batch_write_the_same(case: str, tmp_path: Path) -> No
         assert run(model, prompts(), PARAMS, drafter=drafter, gamma=gamma, max_batch_size=batch)[0] == alone
 
 
-def test_scores_of_experts_are_those_of_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Controls: neighbours read as the halves of a block, and gates as ups."""
-    path, reference = experts.folder_of(tmp_path / "tiny")
-    assert difference(path, reference) < 1e-4
-    intact = mxfp4._product
-    with monkeypatch.context() as patch:
+def test_scores_of_experts_are_those_of_the_numbers(tmp_path: Path) -> None:
+    """Controls: neighbours stored as the halves of a block, and gates before ups."""
 
-        def halved(blocks: torch.Tensor, scales: torch.Tensor, **given: Any) -> Any:
+    def halves(weights: dict[str, torch.Tensor]) -> None:
+        for blocks in (one for name, one in weights.items() if name.endswith("_blocks")):
             fours = torch.cat([blocks & 15, blocks >> 4], -1)
-            return intact(fours[..., ::2] | fours[..., 1::2] << 4, scales, **given)
+            blocks.copy_(fours[..., ::2] | fours[..., 1::2] << 4)
 
-        patch.setattr(mxfp4, "_product", halved)
-        assert difference(path, reference) > 1e-2
-    monkeypatch.setattr(mxfp4, "_product", lambda blocks, scales, **given: intact(blocks, scales, alternates=False))
-    assert difference(path, reference) > 1e-2
+    def gates_first(weights: dict[str, torch.Tensor]) -> None:
+        for name in (name for name in weights if "gate_up_proj_" in name and weights[name].dtype == torch.uint8):
+            weights[name] = torch.cat([weights[name][:, ::2], weights[name][:, 1::2]], 1)
+
+    assert difference(*experts.folder_of(tmp_path / "tiny")) < 1e-4
+    assert difference(*experts.folder_of(tmp_path / "halves", halves)) > 1e-2
+    assert difference(*experts.folder_of(tmp_path / "gates", gates_first)) > 1e-2
 
 
 def test_another_order_of_bits_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control."""
     path, reference = folder_of(tmp_path / "tiny", "AWQ", layers=1)
-    monkeypatch.setattr(quantized_forms, "_AWQ_ORDER", tuple(range(8)))
+    unpacked = quantized_forms.unpacked
+    monkeypatch.setattr(quantized_forms, "unpacked", lambda words, bits, order=None: unpacked(words, bits))
     assert difference(path, reference) > 0.05
 
 
