@@ -82,13 +82,12 @@ def test_wrong_usage(args: list[str], message: str, capsys: pytest.CaptureFixtur
     assert capsys.readouterr() == ("", f"foresay: {message}\n")
 
 
-def test_what_the_system_refuses_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_system_refuses_is_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     def refusing(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device", "/a/b")
 
     monkeypatch.setattr("foresay.cli.app.app", refusing)
-    monkeypatch.setattr("foresay.cli.app._discard_stdout", lambda: None)
-    assert _run([]) == 2 and capsys.readouterr().err == "foresay: '/a/b': No space left on device\n"
+    assert _run([]) == 2 and capfd.readouterr().err == "foresay: '/a/b': No space left on device\n"
 
 
 def test_numbers() -> None:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from foresay.decoding import devices, kernels, sampling_kernels
 from foresay.decoding import step as step_module
 from foresay.decoding.acceptance import make_rule
-from foresay.decoding.proposal import Proposal, Verification
+from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import LanguageModel, LengthPolicy, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
@@ -24,6 +24,7 @@ from foresay.engine.guard import GuardedDrafter
 from foresay.lengths.constant import ConstantLength
 from foresay.models.table import TableModel
 from helpers.making import make_rows
+from helpers.simulated_steps import one_accepted
 from helpers.support import Always, Sometimes, run
 
 META, VOCAB, DRAFTED = torch.device("meta"), 11, 3
@@ -101,13 +102,8 @@ def test_a_step_waits_for_the_device_once(
     drafts: str, rule: str, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every two of kind, rule and setting but for trees."""
-    reads = []
-
-    def read(proposal: Proposal, verification: Verification) -> Any:
-        reads.append(proposal.defects)
-        return lambda: [step_module.RowVerification([1], 2, [0], (1,), 1) for _ in proposal.num_tokens]
-
-    monkeypatch.setattr(step_module, "_read", read)
+    reads: list[torch.Tensor] = []
+    monkeypatch.setattr(step_module, "later", lambda values: reads.append(values) or one_accepted(values))
     monkeypatch.setattr(kernels, "uses_kernels", lambda device: True)
     monkeypatch.setattr(sampling_kernels, "probabilities", lambda scores, *_: scores.float())
     monkeypatch.setattr(sampling_kernels, "inverse_cdf", lambda probs, uniform, rows: torch.empty_like(rows))
@@ -115,13 +111,14 @@ def test_a_step_waits_for_the_device_once(
     target, cache = Remote(), TableModel.random(VOCAB, seed=0).new_cache()
     cache.lengths, cache.contexts = [1, 1], [[1], [1]]  # type: ignore[attr-defined]
     monkeypatch.setattr(cache, "keep", lambda starts, paths: None)
-    drafter = GuardedDrafter(Drafts(drafts), VOCAB, META, trees=drafts == "tree")
+    drafter, checked = GuardedDrafter(Drafts(drafts), VOCAB, META, trees=drafts == "tree"), list[bool]()
     for _ in range(2):  # sampling parameters are copied when rows join
         with Waits() as waits:
             length = ConstantLength(0 if drafts == "none" else DRAFTED)
-            step(rows, target, cache, drafter, make_rule(rule), length)
+            observers = [lambda rows, proposal, *_: checked.append(proposal.defects is not None)]
+            step(rows, target, cache, drafter, make_rule(rule), length, observers)
     assert waits.count == 0 and len(reads) == 2
-    assert (reads[0] is not None) == (drafts != "none"), "drafts were not checked on the device"
+    assert checked[0] == (drafts != "none"), "drafts were not checked on the device"
 
 
 def test_a_copy_that_waits_is_counted() -> None:

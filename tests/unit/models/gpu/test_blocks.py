@@ -45,10 +45,11 @@ def test_weights_are_those_of_the_file(kind: str, monkeypatch: pytest.MonkeyPatc
     x = torch.randn(2, 3, weight.shape[1])
     expected = x @ weight.T + bias
     torch.testing.assert_close(found(x), expected, rtol=1e-4, atol=1e-4)
-    monkeypatch.setattr(blocks, "_SLICE", 16)
-    for most in (blocks.MOST, 32):  # by the kernel in groups of 64 tokens, and by dequantized weights in slices
-        monkeypatch.setattr(blocks, "MOST", most)
-        torch.testing.assert_close(found(x.repeat(12, 1, 1)), expected.repeat(12, 1, 1), rtol=1e-4, atol=1e-4)
+    many, tokens = expected.repeat(12, 1, 1), x.repeat(12, 1, 1)
+    torch.testing.assert_close(found(tokens), many, rtol=1e-4, atol=1e-4)  # by the kernel, in groups of 64 tokens
+    monkeypatch.setattr(blocks, "MOST", 32)  # by dequantized weights, in slices of 8,192
+    found = BlockProduct(Levels.of_file(kind, np.tile(data, (270, 1))), torch.float32, CPU, bias.repeat(270))
+    torch.testing.assert_close(found(tokens), many.repeat(1, 1, 270), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("exponents", [(0, 1), (2, 100), (160, 252)])
@@ -136,13 +137,14 @@ def test_a_token_has_the_same_bits_alone_and_among_others(kind: str, monkeypatch
 
 def test_swapped_halves_of_a_byte_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control."""
-    known = blocks._packed
+    known = Levels.of_file
 
-    def swapped(levels: Any, bits: int, group: int) -> Any:
-        pairs, high = known(levels, bits, group)
-        return (pairs >> 4 | pairs << 4, high) if bits < 8 else (pairs, high)
+    def swapped(kind: str, data: Any) -> Levels:
+        found = known(kind, data)
+        groups = found.levels.reshape(len(found.levels), -1, 2, found.group)
+        return replace(found, levels=groups[:, :, ::-1].reshape(found.levels.shape))
 
-    monkeypatch.setattr(blocks, "_packed", swapped)
+    monkeypatch.setattr(Levels, "of_file", swapped)
     with pytest.raises(AssertionError):
         test_weights_are_those_of_the_file("Q4_K", monkeypatch)
 

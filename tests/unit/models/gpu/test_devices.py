@@ -16,7 +16,6 @@ from triton.runtime import interpreter
 
 from foresay.decoding import kernels
 from foresay.decoding import step as step_module
-from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter, SelfDrafter
 from foresay.drafters.hidden_states import BlockDrafter, HeadDrafter
@@ -34,6 +33,7 @@ from helpers.blocks import random_block
 from helpers.drafting_on_pages import BLOCKS
 from helpers.families import VOCAB, make
 from helpers.heads import random_head
+from helpers.simulated_steps import one_accepted
 from helpers.support import run
 
 META = torch.device("meta")
@@ -44,8 +44,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def turns(self: RotaryTable, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    table = torch.zeros(len(positions), 2 * self._rotary.inv_freq.shape[-1])
+def turns(self: RotaryTable, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    table = torch.zeros(count, 2 * self._rotary.inv_freq.shape[-1])
     return table, table
 
 
@@ -72,7 +72,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(module, "capture_on", lambda device: capture)
     monkeypatch.setattr(product, "sides_of", lambda device, dtype: product.SIDES[:1])  # which compares values
     monkeypatch.setattr(linears, "weight_of", lambda layer: layer.weight)  # which refuses weights that are offloaded
-    monkeypatch.setattr(RotaryTable, "_compute", turns)
+    monkeypatch.setattr(RotaryTable, "until", turns)
+    monkeypatch.setattr(step_module, "later", one_accepted)
     monkeypatch.setattr(CausalModel, "memory_bytes", lambda self: 1 << 24)
     return names
 
@@ -108,23 +109,16 @@ def drafter_of(kind: str, target: CausalModel) -> Any:
     ],
 )
 @torch.inference_mode()
-def test_decoding_stays_on_the_device(
-    kind: str, setting: str, monkeypatch: pytest.MonkeyPatch, launched: Counter[str]
-) -> None:
-    drafted: list[Any] = []
-
-    def read(proposal: Proposal, verification: Verification) -> Any:
-        drafted.extend(proposal.num_tokens)
-        return lambda: [step_module.RowVerification([1], 2, [0], (1,), 1) for _ in proposal.num_tokens]
-
-    monkeypatch.setattr(step_module, "_read", read)
+def test_decoding_stays_on_the_device(kind: str, setting: str, launched: Counter[str]) -> None:
     target = on_device("llama")
     params = [SamplingParams(max_new_tokens=12, ignore_eos=True, **SETTINGS[setting]) for _ in PROMPTS]
     options: dict[str, Any] = {"gamma": 0} if kind == "none" else {"drafter": drafter_of(kind, target), "gamma": 3}
-    _, _, engine = run(target, PROMPTS, params, max_batch_size=2, **options)
+    _, steps, engine = run(target, PROMPTS, params, max_batch_size=2, **options)
     assert engine.draft_failures == 0
     assert {"_partial", "_product"} <= launched.keys()
-    assert ("_settle" in launched) == (kind not in ("none", "tree")) and any(drafted) == (kind != "none")
+    assert ("_settle" in launched) == (kind not in ("none", "tree")) and any(one.num_drafted for one in steps) == (
+        kind != "none"
+    )
     assert launched["_choose"] == launched["_settle"], "a token of a draft is chosen in one launch"
     levels = launched["children"]
     assert (levels > 0) == (launched["prune"] > 0) == (kind == "tree") and launched["expand"] == levels
@@ -134,7 +128,7 @@ def test_a_tensor_of_the_host_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: the factors of norms are on the host."""
     monkeypatch.setattr(Norm, "float32", lambda self: torch.ones(len(self.weight)))
     with pytest.raises(AssertionError, match="got a tensor of the host"):
-        test_decoding_stays_on_the_device("none", "greedy", monkeypatch, Counter())
+        test_decoding_stays_on_the_device("none", "greedy", Counter())
 
 
 @torch.inference_mode()
@@ -143,7 +137,6 @@ def test_launches_of_a_layer(monkeypatch: pytest.MonkeyPatch, launched: Counter[
 
     def counted(whole: tuple[int, ...]) -> Counter[str]:
         monkeypatch.setattr(product, "parts_of", lambda outputs, inputs: 1 if outputs in whole else 4)
-        monkeypatch.setattr(step_module, "_read", lambda *_: lambda: [step_module.RowVerification([], 2, [], (), 0)])
         target = on_device("phi3")
         launched.clear()
         run(target, [[4]], [SamplingParams(max_new_tokens=9, ignore_eos=True)], max_batch_size=1, gamma=0)

@@ -13,7 +13,8 @@ import foresay
 from foresay.decoding import sampling_rows
 from foresay.decoding.proposal import Proposal
 from foresay.decoding.rows import Rows
-from foresay.drafters import ModelDrafter, model
+from foresay.drafters import model
+from foresay.drafters.draft_chain import DraftChain
 from foresay.drafters.hidden_states import HeadDrafter
 from foresay.drafters.model_tree import ModelTreeDrafter
 from foresay.drafters.tree import Grower
@@ -105,7 +106,7 @@ def compare(
     drafter, target = drafter_on(kind, True, nodes, monkeypatch)
     assert drafter.context.draws_chains
     with monkeypatch.context() as patch:
-        patch.setattr(ModelDrafter, "_draw", None)
+        patch.setattr(DraftChain, "add", None)
         if kind not in BLOCKS:  # whose trees grow from the scores of one pass
             patch.setattr(Grower, "grow", None)
         found = drafts(drafter, target, settings, new, enough)
@@ -257,7 +258,7 @@ def test_longer_chains_or_more_rows_than_are_captured_are_drawn_token_by_token(m
         found = drafts(drafter, target, GREEDY[:2], 3)
     assert found[0] == expected[0] and all(map(same, found[1], expected[1]))
     drawn = []
-    monkeypatch.setattr(ModelDrafter, "_draw", lambda self, chain, *_: drawn.append(chain.room))
+    monkeypatch.setattr(DraftChain, "add", lambda self, *_: drawn.append(self.room))
     params = foresay.SamplingParams(max_new_tokens=80, ignore_eos=True)
     drafter, target = drafter_on("head", True, 0, monkeypatch)
     run(target, PROMPTS[2:], [params], drafter=drafter, policy=Longer(3), enough=1)
