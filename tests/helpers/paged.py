@@ -18,8 +18,7 @@ from foresay.models.gpu import attention, flat, pages, passes, rows, trees
 from foresay.models.gpu.attention import Visible
 from foresay.models.gpu.flat import Buffers, PagedTokens
 from foresay.models.hardware import Hardware
-from foresay.models.huggingface import family_layers, fused, self_check
-from foresay.models.sources import wrapping
+from foresay.models.huggingface import family_layers, fused, linears, self_check
 from helpers.families import joint_of, whole_product
 
 PAGE = 16
@@ -44,7 +43,7 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> None:
     few_programs(monkeypatch, joint_of)
     monkeypatch.setattr(Hardware, "gpu_kernels", True)
     monkeypatch.setattr(Hardware, "native_dtype", torch.float32)
-    monkeypatch.setattr(wrapping, "_arrange", lambda weights, options: None)
+    monkeypatch.setattr(linears, "freeze_model", lambda weights, *_, **how: None)
     monkeypatch.setattr(self_check, "_PROMPT", 2)
     monkeypatch.setattr(self_check, "_DRAFT", 1)
 

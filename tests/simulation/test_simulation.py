@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -30,7 +31,8 @@ Patch = pytest.MonkeyPatch
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: Patch) -> Iterator[None]:
     """Failures that are meant to happen are not logged, and no memory of this process is freed in virtual time."""
-    monkeypatch.setattr(service, "_free_memory", lambda: None)
+    for name in ("gc", "trim"):
+        monkeypatch.setattr(service, name, Mock())
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
@@ -112,7 +114,7 @@ def _copies_a_stale_slot(monkeypatch: Patch) -> None:
 
 
 def _lets_drafters_fail(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(GuardedDrafter, "_try", lambda self, action: action())
+    monkeypatch.setattr(GuardedDrafter, "propose", lambda self, *given: self.inner.propose(*given))
 
 
 def _cancels_nothing(monkeypatch: Patch) -> None:

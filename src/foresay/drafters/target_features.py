@@ -17,7 +17,7 @@ from foresay.decoding.proposal import Verification
 from foresay.decoding.protocols import LanguageModel, ModelOutput, Move
 from foresay.decoding.rows import Row, Rows
 
-_MAX_BYTES = 1 << 28
+MAX_BYTES = 1 << 28
 """Size of the hidden states that are kept before their features are computed: work for rows without drafts is lost time."""
 
 
@@ -117,7 +117,7 @@ class TargetFeatures:
     def _count_bytes(self, added: int) -> None:
         """Count kept hidden states; compute the features of all if they are too many."""
         self._kept_bytes += added
-        if self._kept_bytes > _MAX_BYTES:
+        if self._kept_bytes > MAX_BYTES:
             self.compute(self.rows)
             self._kept_bytes = 0
 

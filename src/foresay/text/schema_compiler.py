@@ -27,10 +27,10 @@ from foresay.text.grammar import Grammar, Source, checked, tokenizer_json
 PROCESSES = 2
 """Concurrent trials: one slow schema delays no other, two slow ones delay others until their time limit."""
 _COMMAND = [sys.executable, "-m", "foresay.text.grammar_process"]
-_START_S = 60.0
 _GRACE_S = 5.0
 _POLL_S = 0.05
-_CACHE_SIZE = 4096
+START_S, CACHE_SIZE = 60.0, 4096
+"""Seconds in which a process must have loaded the tokenizer; schemas whose trials are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class SchemaCompiler:
         with self._lock:
             self._known_good.pop(key, None)
             self._known_good[key] = None
-            if len(self._known_good) > _CACHE_SIZE:
+            if len(self._known_good) > CACHE_SIZE:
                 del self._known_good[next(iter(self._known_good))]
         return Grammar(source, self._tokenizer, self._vocab_size, self._eos)
 
@@ -118,7 +118,7 @@ class SchemaCompiler:
         )
         assert child.stdin is not None
         os.set_blocking(child.stdin.fileno(), False)  # a process that reads nothing blocks no request
-        reply = self._request(child, setup, _START_S, cancelled)
+        reply = self._request(child, setup, START_S, cancelled)
         if "error" in reply:
             _end(child)
             _raise(reply["error"])

@@ -14,7 +14,7 @@ from foresay.models.cache.memory import kv_bytes
 from foresay.models.huggingface.linears import weight_bytes
 from foresay.records.profile import Floor
 
-_BLOCK_BYTES, _GPU_BYTES = 1 << 28, 1 << 32
+BLOCK_BYTES, _GPU_BYTES = 1 << 28, 1 << 32
 """Far larger than any cache of a processor, and of a GPU, where sums also begin and end more slowly."""
 
 
@@ -23,7 +23,7 @@ def bandwidth(device: torch.device, repeats: int = 5) -> float:
 
     On a GPU by events of the device: the host's time includes the launch, which makes every ratio to a floor too good.
     """
-    size, seconds = _BLOCK_BYTES, _host_seconds
+    size, seconds = BLOCK_BYTES, _host_seconds
     if device.type == "cuda":
         size, seconds = min(_GPU_BYTES, torch.cuda.mem_get_info(device)[0] // 8 * 4), _device_seconds
     block = torch.ones(size // 4, dtype=torch.float32, device=device)

@@ -86,6 +86,10 @@ def _last_one_wins(processors: LogitsProcessorList, config: GenerationConfig) ->
     return SamplingParams(max_new_tokens=config.max_length - len(PROMPT), processors=tuple(others), **fields)
 
 
+def _as_it_was(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(integration, "_params", lambda config, listed, *_: _last_one_wins(listed, config))
+
+
 def _handed(
     model: PreTrainedModel, own: Sequence[Any], settings: dict[str, Any]
 ) -> tuple[LogitsProcessorList, GenerationConfig]:
@@ -325,7 +329,7 @@ def test_the_tokens_written_are_transformers(
     plain = _firsts(model, [*kind, own], settings)
     assert len(plain) == count < len(_firsts(model, kind, settings))
     assert _firsts(model, [*kind, own], settings, custom_generate=foresay.generate) == plain
-    monkeypatch.setattr(integration, "_params", lambda config, listed, *_: _last_one_wins(listed, config))
+    _as_it_was(monkeypatch)
     assert _firsts(model, [*kind, own], settings, custom_generate=foresay.generate) != plain
 
 
@@ -379,7 +383,7 @@ def test_the_law_with_a_draft(
     assert reference.p_value(_written(model, own, rule), distribution, VOCAB) > 1e-5
     accepted, drafted = sum(s.num_accepted for s in steps), sum(s.num_drafted for s in steps)
     assert 100 < accepted < drafted - 100, "the draft must be both right and wrong, or this tests nothing"
-    monkeypatch.setattr(integration, "_params", lambda config, listed, *_: _last_one_wins(listed, config))
+    _as_it_was(monkeypatch)
     assert reference.p_value(_written(model, own, rule), distribution, VOCAB) < 1e-5
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -130,12 +134,15 @@ def test_a_schema_that_passed_is_not_tried_again(compiler: Make) -> None:
 def test_passed_schemas_are_forgotten_in_the_order_of_their_use(
     compiler: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schema_compiler, "_CACHE_SIZE", 2)
-    one, tried = compiler(), list[str]()
-    monkeypatch.setattr(one, "_try", lambda job, cancelled: tried.append(job["schema"]))
+    monkeypatch.setattr(schema_compiler, "CACHE_SIZE", 2)
+    one, trials = compiler(), Mock(side_effect=asdict)
+    monkeypatch.setattr(schema_compiler, "asdict", trials)  # of the limits of each trial
+    tried = list[int]()
     for number in (1, 2, 1, 3, 1, 2):
+        before = trials.call_count
         one.compile({"enum": [number]})
-    assert [text[-3] for text in tried] == list("1232")
+        tried += [number] * (trials.call_count - before)
+    assert tried == [1, 2, 3, 2]
 
 
 @pytest.mark.parametrize("how", ["cancelled", "closed"])
@@ -169,9 +176,10 @@ def test_a_process_that_reads_nothing_blocks_no_request(
     start_s: float, reason: str, compiler: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its input is larger than a pipe holds."""
-    monkeypatch.setattr(schema_compiler, "_COMMAND", [sys.executable, "-c", "import time; time.sleep(600)"])
+    sleeping = partial(subprocess.Popen, [sys.executable, "-c", "import time; time.sleep(600)"])
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **how: sleeping(**how))
     monkeypatch.setattr(schema_compiler, "tokenizer_json", lambda tokenizer: " " * (1 << 22))
-    monkeypatch.setattr(schema_compiler, "_START_S", start_s)
+    monkeypatch.setattr(schema_compiler, "START_S", start_s)
     cancelled = threading.Event()
     threading.Timer(0.5, cancelled.set if start_s > 1 else lambda: None).start()
     with pytest.raises(ForesayError, match=reason):

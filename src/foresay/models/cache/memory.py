@@ -15,10 +15,10 @@ import torch
 
 from foresay.errors import ConfigError, OutOfMemoryError
 
-_CGROUP = Path("/sys/fs/cgroup")
+CGROUP = Path("/sys/fs/cgroup")
+"""Folder in which Linux states what a container may use, and uses."""
 _RESERVED_SHARE = 0.1
 """Share of the free memory that caches may not use: a forward pass needs room for its activations."""
-
 _MIN_SLACK = 16 << 20
 _IDLE_SHARE, _BUSY_SHARE = 32, 4
 """Parts of the resident memory that the allocator may keep: trimming delays threads that allocate."""
@@ -143,12 +143,12 @@ class Trimmer:
 def _container_left() -> int | None:
     """Return the bytes left below the container's memory limit, or None without a limit."""
     try:
-        most = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
+        most = (CGROUP / "memory.max").read_text().strip()
+        used = int((CGROUP / "memory.current").read_text())
         reclaimable = next(
             (
                 int(line.split()[1])
-                for line in (_CGROUP / "memory.stat").read_text().splitlines()
+                for line in (CGROUP / "memory.stat").read_text().splitlines()
                 if line.startswith("inactive_file ")
             ),
             0,

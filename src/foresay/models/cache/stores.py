@@ -23,7 +23,7 @@ _GENEROUS = 1 << 28
 """Stores up to this many bytes grow beyond the requested size, so that they are copied less often."""
 _SHRINK = 4
 """A rectangle is copied to a smaller one if that needs at most a quarter of the memory."""
-_SMALL = 1 << 26
+SMALL_BYTES = 1 << 26
 """Freed memory below this many bytes is kept for the next rows."""
 
 
@@ -161,7 +161,7 @@ class RowStores:
         if len(self.blocks) > count:
             del self.blocks[count:], self._used[count:]
             self.version += 1
-        if not count and self._freed >= _SMALL:
+        if not count and self._freed >= SMALL_BYTES:
             self._freed = 0
             trim()
 
@@ -279,7 +279,7 @@ class Stores:
     def drop(self, lengths: Sequence[int]) -> None:
         """Free all rows but the first len(lengths), which have these lengths. Shrinks the rectangle if most of it is unused."""
         rows, slots = len(lengths), round_up(max(lengths, default=0))
-        if self.nbytes >= _SMALL and _SHRINK * rows * slots <= self.rows * self.slots:
+        if self.nbytes >= SMALL_BYTES and _SHRINK * rows * slots <= self.rows * self.slots:
             self._resize(rows, slots)
             trim()
 

@@ -42,12 +42,12 @@ _FLAGS = (
 _GCC_FLAGS = ("--param", "vect-max-peeling-for-alignment=0", "--param", "avoid-fma-max-bits=0")
 """Flags that make sums independent of alignment and of which copy of a loop computes them. Tuning for some processors (Zen, Alder
 Lake), GCC would fuse multiply and add in one copy of a loop and round between them in the other."""
-_TIMEOUT_S = 300.0
+TIMEOUT_S = 300.0
+"""Seconds that a call of the compiler may take."""
 SWITCH = "FORESAY_NATIVE"
 """Environment variable: "0" disables the compiled kernels."""
 ISA = "FORESAY_ISA"
 """Environment variable: compile the kernels for an instruction set of levels.py instead of all that this processor has."""
-
 
 _reasons: list[str] = []
 
@@ -136,7 +136,7 @@ def library_path(*, prebuilt: bool = True) -> Path:
 
     prebuilt: prefer kernels in the installed package to the compiler's. Raises BuildError if there are none and no compiler.
     """
-    processor, isa = _processor(), os.environ.get(ISA, "")
+    processor, isa = processor_flags(), os.environ.get(ISA, "")
     if not isa and (found := levels.precompiled(source_digest(), processor, prebuilt=prebuilt)) is not None:
         return found
     try:
@@ -191,12 +191,12 @@ def _version(compiler: tuple[str, ...]) -> str:
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        raise BuildError(f"{command[0]} took more than {_TIMEOUT_S:.0f} s") from None
+        raise BuildError(f"{command[0]} took more than {TIMEOUT_S:.0f} s") from None
 
 
-def _processor() -> str:
+def processor_flags() -> str:
     """Return a description of the processor that differs between instruction sets."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -212,7 +212,7 @@ def _native() -> list[str]:
         return ["-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"]
     if isa not in levels.levels():
         raise BuildError(f"{ISA}={isa} must be one of {', '.join(levels.levels()) or 'none'} on this machine")
-    if not levels.supported(isa, _processor()):
+    if not levels.supported(isa, processor_flags()):
         raise BuildError(f"{ISA}={isa} needs instructions that this processor does not have")
     return levels.arguments(isa)
 

@@ -25,7 +25,7 @@ from foresay.errors import ModelLoadError
 from foresay.models.families.stated import SCALARS, STRING, Bytes, Stated, StoredList, shortened
 
 _ARRAY = 9
-_MAX_SHORT_BYTES = 1 << 16
+MAX_SHORT_BYTES = 1 << 16
 """Largest entry, key and value, in bytes, that `GgufHeader.short_values` includes."""
 _MAX_ENTRIES = 1 << 16
 """Most values or tensors of a file; the largest models have a few thousand."""
@@ -140,7 +140,7 @@ class _Reader:
                 lists[key] = value
             else:
                 values[key] = value
-            if self._at - start <= _MAX_SHORT_BYTES:
+            if self._at - start <= MAX_SHORT_BYTES:
                 short.append(bytes(self._view[start : self._at]))
         tensors = self._tensors(num_tensors, _alignment(values))
         header = struct.pack("<4sIQQ", magic, version, 0, len(short))

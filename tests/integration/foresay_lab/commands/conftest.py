@@ -17,7 +17,7 @@ TEXTS = ["hello world, hello", "one two three one two", "abc abc abc", "hello", 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bandwidth of memory is measured in a moment."""
-    monkeypatch.setattr(roofline, "_BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(roofline, "BLOCK_BYTES", 1 << 16)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from helpers import tiny
 from helpers.small_kernels import FUNCTIONS, source
 
 STRANGER = 12345
-USABLE = [level for level in levels.levels() if levels.supported(level, build._processor())]
+USABLE = [level for level in levels.levels() if levels.supported(level, build.processor_flags())]
 
 
 @pytest.fixture(autouse=True)
@@ -206,7 +206,7 @@ def test_what_is_lacking_is_one_line(
         monkeypatch.setattr(os, "fsync", full)
     elif lacking == "time":
         monkeypatch.setenv("CXX", compiler(tmp_path, "exec sleep 60"))
-        monkeypatch.setattr(build, "_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(build, "TIMEOUT_S", 0.2)
     else:
         monkeypatch.setenv("CXX", "no-such-compiler" if lacking == "a compiler" else "g++ --no-such-option")
     assert build.library() is None and build.library() is None
@@ -226,7 +226,7 @@ ALL = (
     "avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni avx512_bf16 avx_vnni abm avx avx2 bmi1 bmi2 f16c fma movbe"
 )
 ALL += " amx_tile amx_int8 amx_bf16 asimd asimddp bf16 i8mm"
-PROCESSOR = build._processor()
+PROCESSOR = build.processor_flags()
 """The processor of this machine, whose kernels alone may be opened."""
 
 
@@ -236,7 +236,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
     made = build.precompile(tmp_path / "prepared")
     monkeypatch.setenv("FORESAY_KERNELS", str(tmp_path / "prepared"))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(build, "_processor", lambda: f"flags : {ALL}")
+    monkeypatch.setattr(build, "processor_flags", lambda: f"flags : {ALL}")
     assert len(made) == len(levels.levels()) > 0
     return made
 
@@ -246,13 +246,13 @@ def test_kernels_compiled_beforehand_need_no_compiler(
 ) -> None:
     """A processor gets the best ones that it can run."""
     assert build.library_path() == prepared[0] and build.is_compiled()
-    monkeypatch.setattr(build, "_processor", lambda: PROCESSOR)
+    monkeypatch.setattr(build, "processor_flags", lambda: PROCESSOR)
     assert build.library_path() == prepared[levels.levels().index(USABLE[0])] and build.library() is not None
     assert not (tmp_path / "cache").exists()
     fewer = ALL.replace("avx512", "").replace("vnni", "").replace("dp", "")
-    monkeypatch.setattr(build, "_processor", lambda: f"flags : {fewer}")
+    monkeypatch.setattr(build, "processor_flags", lambda: f"flags : {fewer}")
     assert build.library_path() == prepared[-1]
-    monkeypatch.setattr(build, "_processor", lambda: "flags : sse2 fp")
+    monkeypatch.setattr(build, "processor_flags", lambda: "flags : sse2 fp")
     assert again() is None and "no C++ compiler (no-such-compiler)" in build.failure_reason()
 
 
@@ -264,13 +264,13 @@ def test_an_instruction_set_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch, t
     paths = set()
     for level in levels.levels():
         monkeypatch.setenv("FORESAY_ISA", level)
-        if levels.supported(level, build._processor()):
+        if levels.supported(level, build.processor_flags()):
             assert again() is not None, build.failure_reason()
             paths.add(build.library_path())
         else:
             assert again() is None and "needs instructions that this processor does not have" in build.failure_reason()
     assert paths and all(path.is_file() for path in paths)
-    monkeypatch.setattr(build, "_processor", lambda: "flags : sse2")
+    monkeypatch.setattr(build, "processor_flags", lambda: "flags : sse2")
     assert again() is None and "needs instructions" in build.failure_reason()
 
 
@@ -293,7 +293,7 @@ def test_damaged_kernels_compiled_beforehand_are_named_and_left_alone(monkeypatc
 
 def test_the_folder_of_precompiled_kernels_is_only_read(prepared: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be shared; the cache folder's permissions are foresay's own to change."""
-    monkeypatch.setattr(build, "_processor", lambda: PROCESSOR)
+    monkeypatch.setattr(build, "processor_flags", lambda: PROCESSOR)
     folder = prepared[0].parent
     folder.chmod(0o1777)
     assert build.library() is not None
@@ -346,7 +346,7 @@ def packaged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Kernels in the folder of the installed package, for the processor's best instruction set."""
     made = build.precompile(tmp_path / "prebuilt", USABLE[:1])
     monkeypatch.setattr(levels, "PREBUILT", tmp_path / "prebuilt")
-    monkeypatch.setattr(build, "_processor", lambda: f"flags : {ALL}")
+    monkeypatch.setattr(build, "processor_flags", lambda: f"flags : {ALL}")
     return made[0]
 
 

@@ -14,7 +14,7 @@ from foresay.models.cpu import build, levels
 from helpers import small_kernels
 
 ROOT = Path(__file__).parents[4]
-USABLE = [level for level in levels.levels() if levels.supported(level, build._processor())]
+USABLE = [level for level in levels.levels() if levels.supported(level, build.processor_flags())]
 
 
 def wheel(folder: Path, prebuild: str) -> Path:

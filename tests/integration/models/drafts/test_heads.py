@@ -174,10 +174,10 @@ def paused(model: CausalModel) -> int:
     return int(drafter.compared)
 
 
-@pytest.mark.parametrize("kept", [0, 2000, target_features._MAX_BYTES])
+@pytest.mark.parametrize("kept", [0, 2000, target_features.MAX_BYTES])
 def test_hidden_states_that_wait_for_a_draft_give_the_same(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether their features are computed in each pass, after some, or when they are read; while rows join and leave."""
-    monkeypatch.setattr(target_features, "_MAX_BYTES", kept)
+    monkeypatch.setattr(target_features, "MAX_BYTES", kept)
     assert paused(target(vocab=SMALL)) > 60
     if kept > 2000:
         assert paused(feeds_again()) > 60

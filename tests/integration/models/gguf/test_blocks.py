@@ -248,7 +248,7 @@ def test_what_is_left_to_transformers(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_configuration_and_tokenizer_are_those_that_transformers_reads(
     tmp_path: Path, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(header, "_MAX_SHORT_BYTES", 100)
+    monkeypatch.setattr(header, "MAX_SHORT_BYTES", 100)
     older = {"vocab_size": None} if tied else {}  # which leave it to be counted
     path = image_of(model_of(tie_word_embeddings=tied)).changed(older).write(tmp_path / "tiny.gguf")
     head = read_header(path)

@@ -41,7 +41,7 @@ from helpers.refusals import refused
 
 @pytest.fixture(autouse=True)
 def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(floors, "_BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(floors, "BLOCK_BYTES", 1 << 16)
     yield from tiny.one_thread()
 
 

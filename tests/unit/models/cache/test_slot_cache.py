@@ -211,7 +211,7 @@ def test_rows_that_end_give_their_memory_back(monkeypatch: pytest.MonkeyPatch) -
     """Freed memory is given back when the last row has left; a little is kept for the next rows."""
     trims: list[int] = []
     monkeypatch.setattr(stores_module, "trim", lambda: trims.append(1))
-    monkeypatch.setattr(stores_module, "_SMALL", 1000 * TOKEN)
+    monkeypatch.setattr(stores_module, "SMALL_BYTES", 1000 * TOKEN)
     cache = filled([1.0] * 2000, [2.0] * 5, make=by_rows)
     cache.rearrange([(1, 0)], 1)
     assert cache.nbytes <= 2000 * TOKEN  # both were fed in one pass
@@ -221,7 +221,7 @@ def test_rows_that_end_give_their_memory_back(monkeypatch: pytest.MonkeyPatch) -
     model_input(cache, [[1.0]], [1])
     cache.rearrange([], 0)
     assert trims == [1]
-    monkeypatch.setattr(stores_module, "_SMALL", 2400 * TOKEN)
+    monkeypatch.setattr(stores_module, "SMALL_BYTES", 2400 * TOKEN)
     cache = filled(*[[1.0] * 100] * 25, make=by_rows)
     for count in range(24, -1, -1):  # the first row ends, and the last one takes its position, which counts as freed
         cache.rearrange([(count, 0)] if count else [], count)
@@ -230,7 +230,7 @@ def test_rows_that_end_give_their_memory_back(monkeypatch: pytest.MonkeyPatch) -
 
 @torch.inference_mode()
 def test_a_rectangle_shrinks_when_most_of_it_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores_module, "_SMALL", 0)
+    monkeypatch.setattr(stores_module, "SMALL_BYTES", 0)
     cache = filled([1.0] * 3000, [2.0, 3.0], [4.0])
     before = cache.nbytes
     cache.rearrange([(2, 0)], 2)

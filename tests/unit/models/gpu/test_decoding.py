@@ -205,7 +205,7 @@ def test_prompts_have_the_bits_of_steps_on_request(model: CausalModel) -> None:
 
 def test_a_library_multiplies_no_quantized_weights(model: CausalModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are multiplied by our kernels in any case, so the option is refused."""
-    monkeypatch.setattr(wrapping, "_arrange", lambda *_: None)  # it packs the weights for a CPU
+    monkeypatch.setattr(linears, "freeze_model", lambda *_: None)  # it packs the weights for a CPU
     few_programs(monkeypatch, lambda *of: of[0].product if isinstance(of[0], FrozenLinear) else whole_product(*of))
     options = LoadOptions(reproducible=False)
     found = wrapping.wrap("tiny", model.model, None, optimise=True, options=options).model
