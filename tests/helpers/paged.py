@@ -18,7 +18,7 @@ from foresay.models.gpu import attention, flat, pages, passes, rows, trees
 from foresay.models.gpu.attention import Visible
 from foresay.models.gpu.flat import Buffers, PagedTokens
 from foresay.models.hardware import Hardware
-from foresay.models.huggingface import family_layers, fused, linears, self_check
+from foresay.models.huggingface import family_layers, fused, linears
 from helpers.families import joint_of, whole_product
 
 PAGE = 16
@@ -44,8 +44,6 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Hardware, "gpu_kernels", True)
     monkeypatch.setattr(Hardware, "native_dtype", torch.float32)
     monkeypatch.setattr(linears, "freeze_model", lambda weights, *_, **how: None)
-    monkeypatch.setattr(self_check, "_PROMPT", 2)
-    monkeypatch.setattr(self_check, "_DRAFT", 1)
 
 
 def scores(model: Any, ids: torch.Tensor) -> torch.Tensor:

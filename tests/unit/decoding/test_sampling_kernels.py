@@ -164,7 +164,7 @@ def test_kernels_are_tried_before_they_are_used(
             patch.setenv(kernels.SWITCH, changes.get("switch", "1"))
             patch.setattr(kernels, "check", changes.get("check", lambda device: known(torch.device("cpu"))))
             patch.setattr(torch.cuda, "get_device_capability", lambda device: changes.get("capability", (8, 6)))
-            patch.setattr(sampling_kernels, "_LEVELS", changes.get("levels", sampling_kernels._LEVELS))
+            patch.setattr(sampling_kernels, "probabilities", changes.get("cut", sampling_kernels.probabilities))
             kernels._works.cache_clear()
             caplog.clear()
             found = [kernels.uses_kernels(gpu) for _ in range(2)]
@@ -175,5 +175,5 @@ def test_kernels_are_tried_before_they_are_used(
     assert used() and not kernels.uses_kernels(torch.device("cpu"))
     assert not used(switch="0")
     assert not used(capability=(7, 5)) and "compute capability is below 8.0" in caplog.text
-    assert not used(levels=5) and "differ from those of PyTorch" in caplog.text
+    assert not used(cut=lambda scores, *_: scores.softmax(-1)) and "differ from those of PyTorch" in caplog.text
     assert not used(check=raises) and "RuntimeError: Failed to find C compiler" in caplog.text
