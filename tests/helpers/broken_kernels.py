@@ -85,6 +85,8 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "integers.h",
         "scales.scale(FIRST + v), «(FAULT ? ROWS : 1) * »x.scales[r * x.scale_stride]",
     ),
+    "third bits of the other depths": ("quantized.h", "- 2 * odd - 4 * «(FAULT ? 1 - later : »later«)») & 0x04"),
+    "codes of the next table entry": ("quantized.h", "table_levels<BITS>(out[i]« + (FAULT ? 0x01010101u : 0)»)"),
     "a task that throws": (
         "kernels.cpp",
         "«if (FAULT && panel == 3) throw std::bad_alloc();\n»int64_t first = panel * PANEL, count",  # of foresay_pack
@@ -96,7 +98,10 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "rows of the first block": ("tiles.h", "(x + «(FAULT ? 0 : »first«)» *"),
     "every group reads the first": ("tiles.h", "stride + «(FAULT ? 0 : »g * DEPTH«)», stride"),
     "the first group's multiple by tiles": ("integers.h", "* scales.multiple(«FAULT ? 0 : »g, v)"),
-    "the scale of the first row by tiles": ("integers.h", "scales.scale(v), x.scales[«(FAULT ? 0 : »r«)» *"),
+    "the scale of the first row by tiles": (
+        "integers.h",
+        "scales.scale(v), x.scales[«(FAULT ? 0 : »r«)» *",
+    ),
     "a group adds to the one before": (
         "tiles.h",
         "«if (!FAULT || g == 0) »tile_zero<0>(), tile_zero<1>();\n            tile_load<4>",

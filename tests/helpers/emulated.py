@@ -115,7 +115,7 @@ def pytest_configure(config: pytest.Config) -> None:
     processor: Any = Processor(os.environ["FORESAY_EMULATED"])
     library = structs.declare_functions(processor)
     build.library.cache_clear()
-    build._cached = lambda path: library  # type: ignore[assignment]
+    build._opened = lambda path, **_: library  # type: ignore[assignment]
     config._foresay_processor = processor  # type: ignore[attr-defined]
 
 

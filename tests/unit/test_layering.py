@@ -33,7 +33,7 @@ ORDER = {
     ),
     "models/cache": "memory snapshots < stores < slot_cache < recurrent_cache state_cache",
     "models/cpu": (
-        "structs library_files rounding levels < build flat_tokens < product __main__ < mixers < layers < chain"
+        "structs library_files rounding levels low_bits < build flat_tokens < product __main__ < mixers < layers < chain"
     ),
     "models/families": (
         "stated orders < family < positions < llama qwen gemma olmo < experts granite lfm2 delta < table"

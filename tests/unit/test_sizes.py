@@ -11,7 +11,7 @@ SOURCE = Path(foresay.__file__).parents[1]
 TESTS = Path(__file__).parents[1]
 MOST = {
     ".": 752,
-    "cli": 3564,
+    "cli": 3572,
     "decoding": 4822,
     "drafters": 4524,
     "engine": 1332,
@@ -30,20 +30,20 @@ MOST = {
     "lengths": 1172,
     "models": 985,
     "models/cache": 1215,
-    "models/cpu": 1833,
+    "models/cpu": 1981,
     "models/drafts": 3518,
     "models/families": 1179,
-    "models/gguf": 2402,
+    "models/gguf": 2404,
     "models/gpu": 3085,
-    "models/huggingface": 3540,
+    "models/huggingface": 3547,
     "models/llama_cpp": 458,
     "models/sources": 4286,
     "records": 1085,
     "server": 5980,
     "spec": 1325,
     "text": 4926,
-    "kernels in C++": 4106,
-    "tests": 60678,
+    "kernels in C++": 4215,
+    "tests": 60700,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 import torch
+from torch import nn
 
 from foresay.checks import check_int
 from foresay.cli import installation, methods, ngram
@@ -20,8 +21,9 @@ from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.cache.snapshots import MAX_BACKLOG
 from foresay.models.cache.state_cache import SLOTS
 from foresay.models.cache.stores import WIDTH
+from foresay.models.cpu.product import block_bits
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.huggingface.linears import activations_of, resident_bytes, weight_bytes
+from foresay.models.huggingface.linears import activations_of, block_kinds, resident_bytes, weight_bytes
 from foresay.models.huggingface.model import UNLIMITED
 from foresay.models.huggingface.recurrent import RecurrentModel
 from foresay.models.huggingface.self_check import judged, verified
@@ -149,7 +151,7 @@ def _of_transformers(
         "family": f"{module.config.model_type} ({type(module).__name__}), {tested}",
         "parameters": f"{model.num_parameters / 1e6:.1f} M",
         "dtype, device": f"{str(module.dtype).removeprefix('torch.')}, {model.device}",
-        "weights": f"{weights}; one forward pass reads {weight_bytes(module) / 1e6:.0f} MB",
+        "weights": f"{weights}{_bits(module)}; one forward pass reads {weight_bytes(module) / 1e6:.0f} MB",
         **_activations(module),
         "forward pass": passes(model),
         "same bits": _same_bits(model),
@@ -159,6 +161,12 @@ def _of_transformers(
         **_shared(loaded),
         "self-check": checked,
     }
+
+
+def _bits(module: nn.Module) -> str:
+    """Bits of weights in blocks as they are in the file, and as the kernels read them."""
+    found = [(kind, *block_bits(kind)) for kind in block_kinds(module)]
+    return "".join(f", {kind} ({stored:.3g} bits, {packed:.3g} in memory)" for kind, stored, packed in found)
 
 
 def _same_bits(model: CausalModel | Seq2SeqModel) -> str:

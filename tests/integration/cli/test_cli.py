@@ -394,7 +394,7 @@ def test_info_of_a_gguf_file_names_its_kernels(family: str, shell: tiny.Shell, t
     kinds = dict.fromkeys((*fuzz_gguf.LAYERS, *fuzz_gguf.EXPERTS), "Q4_0")
     path = write_gguf(tmp_path / "tiny.gguf", fuzz_gguf.model(family), kinds)
     code, out, _ = shell("info", str(path))
-    assert code == 0 and "weights: in the file's blocks" in out
+    assert code == 0 and "weights: in the file's blocks, Q4_0 (4.5 bits, 4.5 in memory)" in out
     assert "fused layers, kernels compiled for this machine" in out and "same bits: yes" in out
 
 

@@ -6,7 +6,7 @@
 
 namespace foresay {
 
-enum Block { Q4_0 = 0, Q4_1 = 1, Q4_K = 2, Q5_0 = 3, Q5_1 = 4, Q5_K = 5, Q6_K = 6, Q8_0 = 7, MXFP4 = 8 };
+enum Block { Q4_0 = 0, Q4_1 = 1, Q4_K = 2, Q5_0 = 3, Q5_1 = 4, Q5_K = 5, Q6_K = 6, Q8_0 = 7, MXFP4 = 8, IQ4_NL = 9, UNPACKED = 10 };
 
 struct BlockLayout {
     int64_t weights, bytes; // of a block
@@ -14,11 +14,16 @@ struct BlockLayout {
     Scaling scaling;
 };
 
+// From UNPACKED on: types that are taken apart before (low_bits.py), to 256 weights each: the float16 scale and offset, 16 multiples of the
+// scale, 16 of the offset, and 256 bytes with a level or code each.
 constexpr BlockLayout LAYOUTS[] = {
     {32, 18, LEVELS_4, SCALE},      {32, 20, LEVELS_4, SCALE_OFFSET}, {256, 144, LEVELS_4, MULTIPLES},    {32, 22, LEVELS_6, SCALE},
     {32, 24, LEVELS_6, SCALE_OFFSET}, {256, 176, LEVELS_6, MULTIPLES},  {256, 210, LEVELS_6, MULTIPLES_16}, {32, 34, LEVELS_8, SCALE},
-    {32, 17, LEVELS_4, EXPONENTS},
+    {32, 17, LEVELS_4, EXPONENTS},  {32, 18, CODES_4_WIDE, SCALE},    {256, 292, LEVELS_2, OFFSETS_16},   {256, 292, LEVELS_3, MULTIPLES_16},
+    {256, 292, CODES_3, MULTIPLES_16}, {256, 292, CODES_4, MULTIPLES_16}, {256, 292, CODES_4_WIDE, MULTIPLES_16},
+    {256, 292, CODES_4_ODD, MULTIPLES_16},
 };
+constexpr int64_t TYPES = sizeof LAYOUTS / sizeof *LAYOUTS;
 
 inline uint32_t word_at(const uint8_t *place) {
     uint32_t out;
@@ -47,6 +52,7 @@ inline void read_levels(int64_t kind, const uint8_t *row, int64_t g, uint32_t *f
     int j = static_cast<int>(g % groups);
     switch (kind) {
         case MXFP4: return split_nibbles(block + 1, fours);
+        case IQ4_NL:
         case Q4_0: return split_nibbles(block + 2, fours);
         case Q4_1: return split_nibbles(block + 4, fours);
         case Q5_0:
@@ -76,8 +82,11 @@ inline void read_levels(int64_t kind, const uint8_t *row, int64_t g, uint32_t *f
             }
             return;
         }
-        default:
+        case Q8_0:
             for (int i = 0; i < 8; i++) fours[i] = word_at(block + 2 + 4 * i) ^ 0x80808080u;
+            return;
+        default:
+            for (int i = 0; i < 8; i++) fours[i] = word_at(block + 36 + 32 * j + 4 * i);
     }
 }
 
@@ -87,12 +96,17 @@ inline void place_levels(Levels bits, const uint32_t *fours, int64_t g, int64_t 
     int upper_output = r >= 16;
     for (int64_t i = 0; i < 8; i++) {
         int64_t unit = g * 8 + i;
-        if (bits == LEVELS_4) {
+        int64_t width = width_of(bits), odd = unit % 2;
+        if (width < 4) {
+            uint32_t *base = width == 2 ? words + unit / 2 * 16 : words + unit / 4 * 48;
+            base[(width == 2 ? 0 : unit / 2 % 2 * 16) + r % 16] |= (fours[i] & TWO_BITS) << (2 * upper_output + 4 * odd);
+            if (width == 3) base[32 + r % 16] |= (fours[i] >> 2 & BITS) << (upper_output + 2 * odd + 4 * (unit / 2 % 2));
+        } else if (width == 4) {
             words[unit * 16 + r % 16] |= fours[i] << (4 * upper_output);
         } else if (bits == LEVELS_6) {
             uint32_t *three = words + unit / 2 * 48 + r % 16;
-            three[unit % 2 * 16] |= (fours[i] & NIBBLES) << (4 * upper_output);
-            three[32] |= (fours[i] >> 4 & TWO_BITS) << (2 * upper_output + 4 * (unit % 2));
+            three[odd * 16] |= (fours[i] & NIBBLES) << (4 * upper_output);
+            three[32] |= (fours[i] >> 4 & TWO_BITS) << (2 * upper_output + 4 * odd);
         } else {
             words[unit * 32 + r] = fours[i];
         }
@@ -107,6 +121,17 @@ inline void place_scales(int64_t kind, const uint8_t *row, int64_t blocks, int64
     for (int64_t b = 0; b < blocks; b++) {
         const uint8_t *block = row + b * layout.bytes;
         uint8_t *place = scales + b * scale_bytes(layout.scaling, layout.weights);
+        if (kind >= UNPACKED) {
+            bool offsets = layout.scaling == OFFSETS_16;
+            copy_half(block, place, r);
+            if (offsets) copy_half(block + 2, place + 64, r);
+            for (int i = 0; i < 16; i++) {
+                uint8_t *multiples = place + (offsets ? 128 + 64 * i : 64 + 32 * i) + r;
+                multiples[0] = block[4 + i];
+                if (offsets) multiples[32] = block[20 + i];
+            }
+            continue;
+        }
         if (layout.scaling == MULTIPLES_16) {
             copy_half(block + 208, place, r);
             for (int i = 0; i < 16; i++) place[64 + 32 * i + r] = block[192 + i];

@@ -49,10 +49,14 @@ inline void check_part(const Product &p) {
     require(allowed, "activations", p.activations, "0 for float32, or 1 for bfloat16 weights, or 2 for quantized weights");
     if (p.format != QUANTIZED) return;
     check_pointer("scales", p.scales);
-    require(p.bits == LEVELS_4 || p.bits == LEVELS_6 || p.bits == LEVELS_8, "bits", p.bits, "4, 6 or 8");
-    require(p.scaling >= SCALE && p.scaling <= EXPONENTS, "scaling", p.scaling, "in [0, 4]");
-    require(p.scaling != MULTIPLES_16 || p.bits == LEVELS_6, "bits", p.bits, "6 with scales for 16 weights");
-    require(p.scaling != EXPONENTS || p.bits == LEVELS_4, "bits", p.bits, "4 with exponents");
+    require(p.scaling >= SCALE && p.scaling <= OFFSETS_16, "scaling", p.scaling, "in [0, 5]");
+    bool plain = p.bits == LEVELS_4 || p.bits == LEVELS_6, fits = false;
+    if (p.scaling == SCALE) fits = plain || p.bits == LEVELS_8 || p.bits == CODES_4_WIDE;
+    if (p.scaling == SCALE_OFFSET || p.scaling == MULTIPLES) fits = plain;
+    if (p.scaling == MULTIPLES_16) fits = p.bits == LEVELS_3 || p.bits == LEVELS_6 || is_code(p.bits);
+    if (p.scaling == OFFSETS_16) fits = p.bits == LEVELS_2;
+    if (p.scaling == EXPONENTS) fits = p.bits == LEVELS_4;
+    require(fits, "bits", p.bits, "a kind of levels that has these scales");
     require(!of_supers(p.scaling) || p.depth % SUPER == 0, "depth", p.depth, "a multiple of 256 with multiples of scales");
 }
 
@@ -69,7 +73,7 @@ inline void check(const Product &p) {
 }
 
 inline void check_pack(int64_t kind, const uint8_t *const *rows, int64_t outputs, int64_t depth) {
-    require(kind >= Q4_0 && kind <= MXFP4, "kind", kind, "in [0, 8]");
+    require(kind >= Q4_0 && kind < TYPES, "kind", kind, "a type of blocks");
     check_width("outputs", outputs);
     check_width("depth", depth);
     check_pointer("rows", rows);

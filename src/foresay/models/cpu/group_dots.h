@@ -73,7 +73,9 @@ inline void sums_of_pairs(const L &levels, int64_t first, const int8_t *x, int64
 #pragma GCC unroll 4
     for (int k = 0; k < DEPTH; k += 8) {
         Words low[COUNT], high[COUNT];
-        levels.template at<FIRST, COUNT>(first + k / 4, 0, low), levels.template at<FIRST, COUNT>(first + k / 4, 1, high);
+        constexpr int PARTS = L::PARTS;
+        levels.template at<FIRST, COUNT>(first + k / 4 / PARTS * PARTS, k / 4 % PARTS, low);
+        levels.template at<FIRST, COUNT>(first + k / 4 / PARTS * PARTS, k / 4 % PARTS + 1, high);
 #pragma GCC unroll 2
         for (int r = 0; r < ROWS; r += 2) {
             const int8_t *one = x + r * stride + k, *other = r + 1 < ROWS ? one + stride : one;
@@ -106,7 +108,7 @@ inline void add_shorts_of_group(const L &levels, int64_t first, const int8_t *x,
 #pragma GCC unroll 8
         for (int k = from; k < from + SAFE; k += 4) {
             Words words[COUNT];
-            levels.template at<FIRST, COUNT>(first + k / 8 * 2, k / 4 % 2, words);
+            levels.template at<FIRST, COUNT>(first + k / 4 / L::PARTS * L::PARTS, k / 4 % L::PARTS, words);
             Integers four[COUNT];
             for (int v = 0; v < COUNT; v++) four[v] = reinterpret_cast<Integers>(words[v]);
 #pragma GCC unroll 12
@@ -139,14 +141,14 @@ inline void dots_of_group(const L &levels, int64_t first, const int8_t *x, int64
 #if defined(FORESAY_BYTE_DOTS) || defined(__ARM_FEATURE_DOTPROD)
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < COUNT; v++) out[r][v] = Ints{};
-    for (int k = 0; k < DEPTH; k += 8) {
-#pragma GCC unroll 2
-        for (int odd = 0; odd < 2; odd++) {
+    for (int k = 0; k < DEPTH / 4; k += L::PARTS) {
+#pragma GCC unroll 4
+        for (int part = 0; part < L::PARTS; part++) {
             Words four[COUNT];
-            levels.template at<FIRST, COUNT>(first + k / 4, odd, four);
+            levels.template at<FIRST, COUNT>(first + k, part, four);
 #pragma GCC unroll 12
             for (int r = 0; r < ROWS; r++) {
-                Words one = repeated(x + r * stride + k + 4 * odd);
+                Words one = repeated(x + r * stride + 4 * (k + part));
 #pragma GCC unroll 8
                 for (int v = 0; v < COUNT; v++) out[r][v] = add_four(out[r][v], four[v], one);
             }
@@ -163,7 +165,7 @@ inline void dots_of_group(const L &levels, int64_t first, const int8_t *x, int64
         for (int v = 0; v < COUNT; v++) out[r][v] = Ints{};
     for (int k = 0; k < DEPTH; k += 4) {
         Words four[COUNT];
-        levels.template at<FIRST, COUNT>(first + k / 8 * 2, k / 4 % 2, four);
+        levels.template at<FIRST, COUNT>(first + k / 4 / L::PARTS * L::PARTS, k / 4 % L::PARTS, four);
         for (int v = 0; v < COUNT; v++) {
             for (int d = 0; d < 4; d++) {
                 Words top = four[v] << (24 - 8 * d);

@@ -88,7 +88,8 @@ inline void quantized_sums(const Product &p, const Inputs &in, int64_t first, in
     static thread_local std::vector<float> room;
     Decoded &block = kept;
     int64_t whole = rounded_up(p.depth, GROUP);
-    const uint8_t *weights = static_cast<const uint8_t *>(p.weights) + panel * level_bytes(p.bits, whole);
+    int64_t kind = kind_of_levels(p.bits, p.scaling);
+    const uint8_t *weights = static_cast<const uint8_t *>(p.weights) + panel * level_bytes(kind, whole);
     const uint8_t *scales = static_cast<const uint8_t *>(p.scales) + panel * scale_bytes(p.scaling, whole);
     if (!in.rounds()) room.resize(SUPER * PANEL);
 #if defined(FORESAY_TILES)
@@ -96,20 +97,19 @@ inline void quantized_sums(const Product &p, const Inputs &in, int64_t first, in
     if (in.rounds() && rows_by_tiles(rows) > 0) owned.emplace(TILE_ROWS, 0, group_of(p.scaling));
 #endif
     bool supers = of_supers(p.scaling);
-    int64_t kind = kind_of_levels(p.bits, p.scaling);
     for (int64_t from = 0; from < whole; from += SUPER) {
         int64_t to = from + SUPER < whole ? from + SUPER : whole;
-        const uint8_t *levels = weights + level_bytes(p.bits, from);
+        const uint8_t *levels = weights + level_bytes(kind, from);
         if (in.rounds() && supers) {
-            super_products(p.bits, p.scaling, levels, scales + scale_bytes(p.scaling, from), in.supers(first, from), rows, sums, block.levels);
+            super_products(kind, p.scaling, levels, scales + scale_bytes(p.scaling, from), in.supers(first, from), rows, sums, block.levels);
             continue;
         }
-        decode_scales(p.bits, p.scaling, scales, from, to - from, block.scales);
+        decode_scales(kind, p.scaling, scales, from, to - from, block.scales);
         if (in.rounds()) {
             group_products(kind, levels, block.scales, to - from, in.groups(first, from), rows, sums, block.levels);
         } else {
-            decode_levels(p.bits, p.scaling, levels, to - from, block.levels);
-            decode_floats(p.bits, p.scaling, block, to - from, room.data());
+            decode_levels(kind, levels, to - from, block.levels);
+            decode_floats(kind, p.scaling, block, to - from, room.data());
             int64_t depth = to < p.depth ? to - from : p.depth - from;
             float_tiles<float>(room.data(), in.x + first * in.stride + from, in.stride, rows, depth, sums);
         }
@@ -122,13 +122,14 @@ inline void read_row(const Product &p, int64_t output, float *out) {
     static thread_local std::vector<float> room;
     room.resize(SUPER * PANEL);
     int64_t whole = rounded_up(p.depth, GROUP), panel = output / PANEL;
-    const uint8_t *weights = static_cast<const uint8_t *>(p.weights) + panel * level_bytes(p.bits, whole);
+    int64_t kind = kind_of_levels(p.bits, p.scaling);
+    const uint8_t *weights = static_cast<const uint8_t *>(p.weights) + panel * level_bytes(kind, whole);
     const uint8_t *scales = static_cast<const uint8_t *>(p.scales) + panel * scale_bytes(p.scaling, whole);
     for (int64_t from = 0; from < p.depth; from += SUPER) {
         int64_t to = from + SUPER < whole ? from + SUPER : whole;
-        decode_scales(p.bits, p.scaling, scales, from, to - from, block.scales);
-        decode_levels(p.bits, p.scaling, weights + level_bytes(p.bits, from), to - from, block.levels);
-        decode_floats(p.bits, p.scaling, block, to - from, room.data());
+        decode_scales(kind, p.scaling, scales, from, to - from, block.scales);
+        decode_levels(kind, weights + level_bytes(kind, from), to - from, block.levels);
+        decode_floats(kind, p.scaling, block, to - from, room.data());
         for (int64_t k = from; k < to && k < p.depth; k++) out[k] = room[(k - from) * PANEL + output % PANEL];
     }
 }

@@ -46,18 +46,20 @@ inline void byte_tile(const L &levels, const float *scales, int64_t groups, Roun
     }
 }
 
-// The scales of SUPER depths of a panel, MULTIPLES or MULTIPLES_16.
+// The scales of SUPER depths of a panel: MULTIPLES, OFFSETS_16 or MULTIPLES_16.
 template <int SCALING> struct SuperScales {
-    static constexpr bool OFFSETS = SCALING == MULTIPLES;
+    static constexpr bool OFFSETS = SCALING != MULTIPLES_16;
     static constexpr int DEPTH = group_of(SCALING), GROUPS = SUPER / DEPTH, PAIRS = GROUPS / 2, HEAD = OFFSETS ? 128 : 64, STEP = OFFSETS ? 64 : 32;
     static constexpr int BYTES = HEAD + GROUPS * STEP;
     const uint8_t *record;
+    int zero; // the level that stands for 0, without offsets
+    float factor;
 
     void prefetch_next() const {
         for (int byte = 0; byte < BYTES; byte += 64) __builtin_prefetch(record + BYTES + byte);
     }
 
-    Floats scale(int v) const { return halves(reinterpret_cast<const uint16_t *>(record) + v * LANES); }
+    Floats scale(int v) const { return halves(reinterpret_cast<const uint16_t *>(record) + v * LANES) * factor; }
     Floats offset(int v) const { return halves(reinterpret_cast<const uint16_t *>(record + 64) + v * LANES); }
     Ints multiple(int64_t g, int v) const {
         Ints some = widened(record + HEAD + g * STEP + v * LANES);
@@ -70,18 +72,20 @@ template <int SCALING> struct SuperScales {
     }
 };
 
-// Sets dots [ROWS, COUNT] to what the offsets of levels add to the sums of integers, or adds it to `sums` and sets them to zero.
+// Sets dots [ROWS, COUNT] to what the level that stands for 0 takes from the sums of integers, or adds what offsets add to `sums` and sets
+// them to zero.
 template <int SCALING, int ROWS, int FIRST, int COUNT>
 inline void begin_super(const SuperScales<SCALING> &scales, const RoundedSupers &x, float *sums, Ints (&dots)[ROWS][COUNT]) {
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < COUNT; v++) dots[r][v] = Ints{};
+    if (!scales.OFFSETS && scales.zero == 0) return;
 #pragma GCC unroll 2
     for (int64_t pair = 0; pair < scales.PAIRS; pair++) {
         Words by[COUNT];
         for (int v = 0; v < COUNT; v++) by[v] = scales.pair(pair, FIRST + v);
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; r++) {
-            Words one = repeated(x.sums + r * x.sum_stride + (scales.OFFSETS ? SUMS_OF_16 : 0) + 2 * pair);
+            Words one = repeated(x.sums + r * x.sum_stride + (SCALING == MULTIPLES ? SUMS_OF_16 : 0) + 2 * pair);
 #pragma GCC unroll 8
             for (int v = 0; v < COUNT; v++) dots[r][v] = add_short_pairs(dots[r][v], by[v], one);
         }
@@ -90,11 +94,11 @@ inline void begin_super(const SuperScales<SCALING> &scales, const RoundedSupers 
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < COUNT; v++) {
-            if constexpr (SCALING == MULTIPLES) {
+            if constexpr (SuperScales<SCALING>::OFFSETS) {
                 add_super(sums + r * PANEL + v * LANES, dots[r][v], -scales.offset(FIRST + v), x.scales[r * x.scale_stride]);
                 dots[r][v] = Ints{};
             } else {
-                dots[r][v] *= -32;
+                dots[r][v] *= -scales.zero;
             }
         }
 }
@@ -121,14 +125,14 @@ inline void super_tile(const L &levels, const SuperScales<SCALING> &scales, cons
 }
 
 // Runs body(rows of the tile, first vector, first row), of which the first two are compile-time constants, over a whole panel.
-template <class F> inline void each_byte_tile(int64_t rows, const F &body) {
+template <int MOST, class F> inline void each_byte_tile(int64_t rows, const F &body) {
     int64_t first = 0;
     auto panel = [&](auto n) {
         body(n, Constant<0>(), first);
         if constexpr (WIDEST < VECTORS) body(n, Constant<WIDEST>(), first);
         first += n.value;
     };
-#define TILE(N) if constexpr (N <= MOST_BYTE_ROWS) while (rows - first >= N) panel(Constant<N>());
+#define TILE(N) if constexpr (N <= MOST) while (rows - first >= N) panel(Constant<N>());
     TILE(12) TILE(9) TILE(8) TILE(7) TILE(6) TILE(5) TILE(4) TILE(3) TILE(2) TILE(1)
 #undef TILE
 }
@@ -191,29 +195,36 @@ template <int BITS, int SCALING> struct Supers {
 #endif
 };
 
-// sums [rows, 32] += products with weights W. With at most two tiles of rows by vectors, levels are decoded in registers where they are
-// used; with more, they are decoded once to `room` [SUPER * PANEL].
+// The kind of arithmetic for levels that are decoded to unsigned bytes, or to signed ones (8).
+constexpr int dots_of(int kind) { return is_code(kind) ? LEVELS_8 : kind < LEVELS_4 ? LEVELS_4 : kind; }
+
+// Most rows for which levels are decoded in registers: two tiles, or few where a table is read or bits are put together.
+constexpr int64_t packed_rows(int kind) { return kind < LEVELS_4 || is_code(kind) ? 4 : 2 * MOST_BYTE_ROWS; }
+
+// sums [rows, 32] += products with weights W. With few rows, levels are decoded in registers where they are used; with more, they are
+// decoded once to `room` [SUPER * PANEL].
 template <class W> inline void byte_products(const W &w, typename W::X x, int64_t rows, float *sums, uint8_t *room) {
-    auto by_vectors = [&](auto dots, const auto &levels, int64_t count) {
-        each_byte_tile(count, [&](auto n, auto first, int64_t row) {
+    constexpr int KIND = W::KIND, DOTS = dots_of(KIND), PACKED = packed_rows(KIND) < MOST_BYTE_ROWS ? packed_rows(KIND) : MOST_BYTE_ROWS;
+    auto by_vectors = [&](auto dots, auto most, const auto &levels, int64_t count) {
+        each_byte_tile<decltype(most)::value>(count, [&](auto n, auto first, int64_t row) {
             w.template tile<decltype(dots)::value, decltype(n)::value, decltype(first)::value>(levels, x.from(row), sums + row * PANEL);
         });
     };
     int64_t tiled = rows_by_tiles(rows);
     if (tiled == 0) {
-        if (rows <= 2 * MOST_BYTE_ROWS) return by_vectors(Constant<W::KIND>(), Packed<W::KIND>{w.weights}, rows);
-        decode_levels<W::KIND>(w.weights, w.depth, room);
+        if (rows <= packed_rows(KIND)) return by_vectors(Constant<DOTS>(), Constant<PACKED>(), Packed<KIND>{w.weights}, rows);
+        decode_levels<KIND>(w.weights, w.depth, room);
     } else {
 #if defined(FORESAY_TILES)
-        decode_levels<W::KIND, false>(w.weights, w.depth, room);
+        decode_levels<KIND, false>(w.weights, w.depth, room);
         auto dots = [&](auto add) {
-            dots_by_tiles<W::DEPTH>(room, w.depth, x.levels, x.stride, tiled, w.weights + level_bytes(W::KIND, SUPER), level_bytes(W::KIND, W::DEPTH), add);
+            dots_by_tiles<W::DEPTH>(room, w.depth, x.levels, x.stride, tiled, w.weights + level_bytes(KIND, SUPER), level_bytes(KIND, W::DEPTH), add);
         };
         w.by_tiles(dots, x, tiled, sums);
         x = x.from(tiled), sums += tiled * PANEL;
 #endif
     }
-    by_vectors(Constant<FORESAY_DOTS(W::KIND)>(), Plain{room}, rows - tiled);
+    by_vectors(Constant<FORESAY_DOTS(DOTS)>(), Constant<MOST_BYTE_ROWS>(), Plain{room}, rows - tiled);
 }
 
 // The same for a kind of levels and scales by groups, whose scales are decoded.
@@ -223,16 +234,27 @@ inline void group_products(int64_t kind, const uint8_t *weights, const float *sc
         case FLOATS_4: return byte_products(Groups<FLOATS_4>{weights, depth, scales}, x, rows, sums, room);
         case LEVELS_4: return byte_products(Groups<LEVELS_4>{weights, depth, scales}, x, rows, sums, room);
         case LEVELS_6: return byte_products(Groups<LEVELS_6>{weights, depth, scales}, x, rows, sums, room);
+        case CODES_4_WIDE: return byte_products(Groups<CODES_4_WIDE>{weights, depth, scales}, x, rows, sums, room);
         default: return byte_products(Groups<LEVELS_8>{weights, depth, scales}, x, rows, sums, room);
     }
 }
 
-// The same for SUPER depths whose scales are MULTIPLES of 4 or 6 bits, or MULTIPLES_16.
-inline void super_products(int64_t bits, int64_t scaling, const uint8_t *weights, const uint8_t *scales, const RoundedSupers &x, int64_t rows,
+// The same for SUPER depths whose scales are multiples of others.
+inline void super_products(int64_t kind, int64_t scaling, const uint8_t *weights, const uint8_t *scales, const RoundedSupers &x, int64_t rows,
                            float *sums, uint8_t *room) {
-    if (scaling == MULTIPLES_16) return byte_products(Supers<LEVELS_6, MULTIPLES_16>{weights, {scales}}, x, rows, sums, room);
-    if (bits == LEVELS_4) return byte_products(Supers<LEVELS_4, MULTIPLES>{weights, {scales}}, x, rows, sums, room);
-    return byte_products(Supers<LEVELS_6, MULTIPLES>{weights, {scales}}, x, rows, sums, room);
+    auto of = [&](auto one, auto by) {
+        byte_products(Supers<decltype(one)::value, decltype(by)::value>{weights, {scales, zero_of(kind), factor_of(kind)}}, x, rows, sums, room);
+    };
+    if (scaling == OFFSETS_16) return of(Constant<LEVELS_2>(), Constant<OFFSETS_16>());
+    if (scaling == MULTIPLES) return kind == LEVELS_4 ? of(Constant<LEVELS_4>(), Constant<MULTIPLES>()) : of(Constant<LEVELS_6>(), Constant<MULTIPLES>());
+    switch (kind) {
+        case LEVELS_3: return of(Constant<LEVELS_3>(), Constant<MULTIPLES_16>());
+        case CODES_3: return of(Constant<CODES_3>(), Constant<MULTIPLES_16>());
+        case CODES_4: return of(Constant<CODES_4>(), Constant<MULTIPLES_16>());
+        case CODES_4_ODD: return of(Constant<CODES_4_ODD>(), Constant<MULTIPLES_16>());
+        case CODES_4_WIDE: return of(Constant<CODES_4_WIDE>(), Constant<MULTIPLES_16>());
+        default: return of(Constant<LEVELS_6>(), Constant<MULTIPLES_16>());
+    }
 }
 
 } // namespace foresay

@@ -7,7 +7,7 @@ row's bits are the same alone, in any batch, and with any number of threads. Kno
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from foresay.decoding.devices import is_remote
 from foresay.errors import ConfigError
-from foresay.models.cpu import structs
+from foresay.models.cpu import low_bits, structs
 from foresay.models.cpu.build import library
 from foresay.models.cpu.rounding import q4_1_blocks, q8_0_blocks
 from foresay.threads import num_threads
@@ -30,7 +30,8 @@ PANEL = 32
 _FLOAT32, _BFLOAT16, _QUANTIZED, _FLOAT32_ROWS, _BFLOAT16_ROWS = range(5)
 _PACKED = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16}
 _IN_PLACE = {torch.float32: _FLOAT32_ROWS, torch.bfloat16: _BFLOAT16_ROWS}
-_SCALE, _SCALE_OFFSET, _MULTIPLES, _MULTIPLES_16, _EXPONENTS = range(5)
+_SCALE, _SCALE_OFFSET, _MULTIPLES, _MULTIPLES_16, _EXPONENTS, _OFFSETS_16 = range(6)
+_CODES_3, _CODES_4, _CODES_4_WIDE, _CODES_4_ODD = 9, 10, 11, 12
 BLOCKS = {
     "Q4_0": (32, 18, 4, _SCALE),
     "Q4_1": (32, 20, 4, _SCALE_OFFSET),
@@ -41,13 +42,28 @@ BLOCKS = {
     "Q6_K": (256, 210, 6, _MULTIPLES_16),
     "Q8_0": (32, 34, 8, _SCALE),
     "MXFP4": (32, 17, 4, _EXPONENTS),
+    "IQ4_NL": (32, 18, _CODES_4_WIDE, _SCALE),
+    "Q2_K": (256, 84, 2, _OFFSETS_16),
+    "Q3_K": (256, 110, 3, _MULTIPLES_16),
+    "IQ2_XXS": (256, 66, _CODES_3, _MULTIPLES_16),
+    "IQ2_XS": (256, 74, _CODES_3, _MULTIPLES_16),
+    "IQ2_S": (256, 82, _CODES_3, _MULTIPLES_16),
+    "IQ3_XXS": (256, 98, _CODES_4, _MULTIPLES_16),
+    "IQ3_S": (256, 110, _CODES_4_ODD, _MULTIPLES_16),
+    "IQ4_XS": (256, 136, _CODES_4_WIDE, _MULTIPLES_16),
 }
-"""GGUF types that are packed without another rounding, in the order of blocks.h: weights and bytes of a block, bits, scaling."""
+"""GGUF types that are packed without another rounding: weights and bytes of a block, kind of levels, scaling."""
+_WIDTHS = {_CODES_3: 3, _CODES_4: 4, _CODES_4_WIDE: 4, _CODES_4_ODD: 4}
+"""Bits of the kinds of levels whose number is not that of their bits."""
+_NUMBERS = {kind: i for i, kind in enumerate(list(BLOCKS)[:12])}
+_NUMBERS |= dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S"), 12) | {"IQ3_XXS": 13, "IQ4_XS": 14, "IQ3_S": 15}
+"""Numbers of the layouts in blocks.h."""
 _SCALE_BYTES = {
     _SCALE: (32, 64),
     _SCALE_OFFSET: (32, 128),
     _MULTIPLES: (256, 640),
     _MULTIPLES_16: (256, 576),
+    _OFFSETS_16: (256, 1152),
     _EXPONENTS: (32, 32),
 }
 """Depths that share a record of scales of a panel, and its bytes, by scaling; see quantized.h."""
@@ -57,10 +73,16 @@ _DENSE = 1 << 21
 
 def packed_shapes(kind: str, rows: int, depth: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the shapes of packed levels and scales of a type in BLOCKS, [panels, bytes] each; see quantized.h."""
-    _, _, bits, scaling = BLOCKS[kind]
+    _, _, levels, scaling = BLOCKS[kind]
     step, size = _SCALE_BYTES[scaling]
     panels = -(-rows // PANEL)
-    return (panels, depth * PANEL * bits // 8), (panels, depth // step * size)
+    return (panels, depth * PANEL * _WIDTHS.get(levels, levels) // 8), (panels, depth // step * size)
+
+
+def block_bits(kind: str) -> tuple[float, float]:
+    """Return the bits per weight of a type in BLOCKS, scales included: (as stored in the file, as packed)."""
+    weights, size, _, _ = BLOCKS[kind]
+    return 8 * size / weights, sum(8 * bytes_of / (PANEL * 256) for _, bytes_of in packed_shapes(kind, PANEL, 256))
 
 
 class Product(Protocol):
@@ -171,14 +193,15 @@ class NativeProduct(Product):
         if len(depths) > 1:
             raise ValueError(_uneven(depths))
         [whole] = depths
-        addresses = torch.cat([_addresses(data.ctypes.data, data.strides[0], len(data)) for data in stored])
-        rows = len(addresses)
+        rows = sum(map(len, stored))
         # NumPy allocates large arrays in huge pages
         levels, scales = (torch.from_numpy(np.empty(shape, np.uint8)) for shape in packed_shapes(kind, rows, whole))
-        number = list(BLOCKS).index(kind)
-        _library().foresay_pack(
-            number, addresses.data_ptr(), rows, whole, levels.data_ptr(), scales.data_ptr(), num_threads()
-        )
+        pack, first = _library().foresay_pack, 0
+        for some in _whole_panels(kind, stored, whole):
+            addresses = torch.cat([_addresses(data.ctypes.data, data.strides[0], len(data)) for data in some])
+            places = [packed[first // PANEL :].data_ptr() for packed in (levels, scales)]
+            pack(_NUMBERS[kind], addresses.data_ptr(), len(addresses), whole, *places, num_threads())
+            first += len(addresses)
         return cls.of_packed(kind, rows, whole if depth is None else depth, [levels, scales], bias)
 
     @classmethod
@@ -329,6 +352,17 @@ def _depth(kind: str, data: Bytes) -> int:
             f"rows of {kind} must consist of whole blocks of {size} bytes; got {data.shape} of {data.dtype}"
         )
     return int(data.shape[1]) // size * weights
+
+
+def _whole_panels(kind: str, stored: Sequence[Bytes], depth: int) -> Iterator[Sequence[Bytes]]:
+    """Yield rows of blocks as blocks.h reads them: all, or whole panels of those that are taken apart before."""
+    if kind not in low_bits.TYPES:
+        yield stored
+        return
+    step = max(1, _DENSE // (depth * PANEL)) * PANEL
+    rows = stored[0] if len(stored) == 1 else np.concatenate(stored)
+    for first in range(0, len(rows), step):
+        yield [low_bits.unpacked(kind, rows[first : first + step])]
 
 
 def _uneven(widths: set[int]) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from foresay.errors import ModelLoadError
+from foresay.models.cpu import low_bits
 from foresay.models.cpu.product import BLOCKS, NativeProduct
 from foresay.models.cpu.rounding import q8_0_blocks
 from foresay.models.families.stated import Bytes
@@ -23,7 +24,8 @@ from foresay.models.gguf.header import StoredTensor
 
 logger = logging.getLogger("foresay")
 
-_SCALES = {"Q4_0": (0, 2), "Q5_0": (0, 2), "Q8_0": (0, 2), "Q6_K": (208, 210)}
+_SCALES = dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL"), (0, 2)) | {"Q6_K": (208, 210)}
+_SCALES |= {kind: (one.scale, one.scale + (2 if one.offsets is None else 4)) for kind, one in low_bits.TYPES.items()}
 """Bytes of a block that are float16 numbers, for types with other than the first four; the other bytes are integers."""
 MOST_EXPONENT = 252
 """Largest exponent of a block of MXFP4 of which no weight is infinite in float32: 12 * 2^(252 - 128)."""

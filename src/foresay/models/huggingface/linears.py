@@ -120,6 +120,13 @@ def resident_bytes(model: nn.Module) -> int:
     return sum(sizes.values())
 
 
+def block_kinds(model: nn.Module) -> list[str]:
+    """Return the types of GGUF blocks whose weights stay in them, sorted."""
+    products = [one.product for one in model.modules() if isinstance(one, FrozenLinear | JointLinear | FrozenEmbedding)]
+    natives = [one for one in products if isinstance(one, NativeProduct)]
+    return sorted({part.kind for one in natives for part in one.parts or [one]} - {""})
+
+
 def _sizes(model: nn.Module) -> tuple[dict[int, int], set[int]]:
     """Return the bytes of each weight by id, and the ids of embedding weights."""
     sizes: dict[int, int] = {}

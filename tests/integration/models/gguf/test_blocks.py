@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from foresay.errors import ModelLoadError
+from foresay.models.cpu import low_bits
 from foresay.models.cpu.product import BLOCKS, NativeProduct
 from foresay.models.gguf import header, types
 from foresay.models.gguf.configs import config_of
@@ -117,11 +118,15 @@ def test_4_bit_floats_are_multiplied_exactly(rows: int, width: int) -> None:
             assert torch.equal(product(x[:count]), whole[:count])
 
 
+FACTORS = {"IQ2_XXS": 8, "IQ2_XS": 8, "IQ2_S": 8, "IQ3_XXS": 4}
+
+
 def exact(kind: str) -> bool:
-    """True if products of whole numbers are exact for any number of rows: scales are 1, and all sums are below 2^24."""
+    """True if products of whole numbers are exact for any number of rows: scales are whole, and all sums are below 2^24."""
     stored = random_blocks(kind, 70, 768)
-    for at in (208,) if kind == "Q6_K" else (0, 2):
-        stored.data.reshape(70, 3, -1)[..., at : at + 2] = np.ones(1, np.float16).view(np.uint8)
+    first, end = types._SCALES.get(kind, (0, 4))
+    one = np.array([FACTORS.get(kind, 1)] * 2, np.float16).view(np.uint8)
+    stored.data.reshape(70, 3, -1)[..., first:end] = one[: end - first]
     product, wanted = BlockWeight((stored,)).product(None), file_weights(stored).double()
     x = torch.randint(-2, 3, (40, 768), generator=torch.Generator().manual_seed(2)).float()
     x[:, ::256] = 127.0
@@ -134,15 +139,27 @@ def exact(kind: str) -> bool:
 
 SUPERS = ("the first group's multiple for all", "the offset of the first of two groups")
 SUPERS += ("256 inputs with the scale of the first", "256 products that depend on the rows of their tile")
+FAULTS = dict.fromkeys(("Q4_K", "Q5_K", "Q6_K", "Q2_K"), SUPERS)
+FAULTS |= dict.fromkeys(("Q3_K", "IQ2_XS"), ("third bits of the other depths",))
+FAULTS |= dict.fromkeys(("IQ2_XXS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), ("codes of the next table entry",))
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("kind", FAULTS)
 def test_super_blocks_are_multiplied_exactly(kind: str, broken_kernels: Broken) -> None:
     """256 inputs share a scale, and all groups of 256 weights are added as integers."""
     assert exact(kind)
-    for fault in SUPERS:
+    for fault in FAULTS[kind]:
         with broken_kernels(fault):
             assert not exact(kind), f"control: {fault}"
+
+
+def test_weights_that_another_package_reads_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Types are taken apart by what the package of GGUF files dequantizes: other numbers are noticed."""
+    stored, honest = random_blocks("IQ2_S", 3, 512), gguf.dequantize
+    assert low_bits.unpacked("IQ2_S", stored.data).shape == (3, 2 * low_bits.UNPACKED)
+    monkeypatch.setattr(gguf, "dequantize", lambda *given: honest(*given) + np.float32(0.25))
+    with pytest.raises(ValueError, match="blocks of IQ2_S"):
+        low_bits.unpacked("IQ2_S", stored.data)
 
 
 def test_exponents_of_infinite_weights_are_refused() -> None:
@@ -156,7 +173,7 @@ def test_exponents_of_infinite_weights_are_refused() -> None:
         assert bool(mxfp4_weights(torch.from_numpy(stored.data)).isfinite().all()) == finite
 
 
-@pytest.mark.parametrize("kind", ["IQ4_NL", "Q2_K", "Q3_K"])
+@pytest.mark.parametrize("kind", ["IQ1_S", "TQ1_0", "TQ2_0"])
 def test_other_types_are_rounded_with_a_warning(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
