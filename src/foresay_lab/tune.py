@@ -45,6 +45,8 @@ MATRICES = ("[[5, 10], [0, 10]]", "[[8, 10], [0, 5]]", "[[13, 10], [0, 10]]")
 """Draft lengths of a cascade of a draft model and Max-Gram: two from CS-Drafting, and one between them."""
 _FILLED = 8
 """Number of recorded prompts whose prefill is timed per round."""
+BUSY = 0.3
+"""Relative difference between runs of plain decoding with which a machine is busy: live runs end after two rounds."""
 _CONFIRM_TOKENS = 64
 """Maximum tokens of each output in a live run."""
 
@@ -214,12 +216,12 @@ class Tuner:
         start = perf_counter()
         out = list[Candidate]()
         for size in batch_sizes:
-            plain = _plain(self.recording, size, profile)
+            plain = plain_decoding(self.recording, size, profile)
             out.append(Candidate(PLAIN_METHOD, size, plain, plain))
             for method in every:
                 expected: Expected | None = None
                 try:
-                    expected = self._expect(method, size)
+                    expected = self.expected(method, size)
                 except (ForesayError, RuntimeError) as error:
                     if method.name not in always:
                         self.tuning.failed[method.name] = str(error)
@@ -229,7 +231,8 @@ class Tuner:
         self.tuning.candidates = sorted(out, key=_rate, reverse=True)
         return self.tuning.candidates
 
-    def _expect(self, method: Method, batch_size: int, recording: Recording | None = None) -> Expected:
+    def expected(self, method: Method, batch_size: int, recording: Recording | None = None) -> Expected:
+        """Predict a method on a recording, the tuner's own by default. Raises ConfigError for a lossy rule."""
         recording = recording or self.recording
         generator = method.generator(self.target, batch_size)
         if not generator.rule.exact:
@@ -304,7 +307,11 @@ class Tuner:
         runners = [MethodRunner(self.target, candidates[i].method) for name, i in found.items() if name != PLAIN]
         turns = [(repeat, runner) for repeat in range(repeats) for runner in runners]
         plain = MethodRunner(self.target, PLAIN_METHOD)
-        for run, _ in take_turns(plain, turns, block, warm=replace(block, asks=block.asks[:1]), between=1):
+        for i, (run, _) in enumerate(
+            take_turns(plain, turns, block, warm=replace(block, asks=block.asks[:1]), between=1)
+        ):
+            if i > 4 * len(runners) and live.plain_spread > BUSY:
+                break
             if isinstance(run, Failure):
                 self.tuning.failed[run.cell.method] = run.error
                 continue
@@ -336,11 +343,11 @@ class Tuner:
         chosen = [replace(one, output=one.output[:tokens], logprobs=None, top=None) for one in first]
         part = replace(self.recording, records=tuple(chosen))
         size = candidate.batch_size
-        plain = _plain(part, size, self._profile)
-        return self._expect(candidate.method, size, part).tokens_per_s / plain.tokens_per_s
+        plain = plain_decoding(part, size, self._profile)
+        return self.expected(candidate.method, size, part).tokens_per_s / plain.tokens_per_s
 
 
-def _plain(recording: Recording, batch_size: int, profile: Profile) -> Expected:
+def plain_decoding(recording: Recording, batch_size: int, profile: Profile) -> Expected:
     """Predict plain decoding."""
     return expect(replay(recording, None, ConstantLength(0), batch_size=batch_size), recording, profile)
 

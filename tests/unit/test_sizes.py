@@ -15,10 +15,10 @@ MOST = {
     "decoding": 4822,
     "drafters": 4524,
     "engine": 1332,
-    "foresay_lab": 392,
+    "foresay_lab": 575,
     "foresay_lab/bench": 699,
     "foresay_lab/check": 381,
-    "foresay_lab/commands": 2551,
+    "foresay_lab/commands": 2670,
     "foresay_lab/data": 639,
     "foresay_lab/measure": 410,
     "foresay_lab/replay": 1653,
@@ -43,7 +43,7 @@ MOST = {
     "spec": 1325,
     "text": 4926,
     "kernels in C++": 4215,
-    "tests": 60700,
+    "tests": 60825,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

@@ -169,6 +169,24 @@ BENCH = command(
         foresay bench results.jsonl --batch-size 1,8 --against transformers""",
 )
 
+WORTH = command(
+    "worth",
+    """Find out within a minute whether speculation pays here.
+
+    Records outputs of some prompts of each kind, times passes of a few widths, replays the default drafter on the outputs, and
+    runs it live next to plain decoding. Prints the gains by kind of prompt and the command to use. `foresay tune` compares more
+    methods and takes longer.""",
+    opt.WHICH,
+    option("--draft MODEL", "Also predict a draft model."),
+    option("--seconds X", "Time for all, loading included: prompts, methods and live runs are as many as fit.", 60.0),
+    opt.JSON,
+    SOURCE,
+    opt.BASIC_MACHINE,
+    examples="""
+        foresay worth Qwen/Qwen2.5-0.5B-Instruct
+        foresay worth model.gguf --draft small.gguf --seconds 120""",
+)
+
 TUNE = command(
     "tune",
     """Find the fastest settings here; write foresay.toml.
@@ -210,4 +228,4 @@ REPORT = command(
     examples="foresay report results.jsonl -o report",
 )
 
-COMMANDS = (RECORD, REPLAY, CHECK, PROFILE, SIMULATE, BENCH, TUNE, REPORT)
+COMMANDS = (RECORD, REPLAY, CHECK, PROFILE, SIMULATE, BENCH, WORTH, TUNE, REPORT)

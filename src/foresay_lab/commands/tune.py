@@ -37,9 +37,9 @@ from foresay_lab.commands.tune_estimate import Estimate, estimate
 from foresay_lab.data.items import PromptItem
 from foresay_lab.data.requests import RequestBuilder
 from foresay_lab.replay.record import header, record
+from foresay_lab.tune import BUSY, Candidate, Tuner, Tuning, pick, with_draft
 from foresay_lab.tune import DRAFTERS as COMPARED
 from foresay_lab.tune import LENGTHS as TRIED
-from foresay_lab.tune import Candidate, Tuner, Tuning, pick, with_draft
 
 FINALISTS = 3
 """Predicted candidates that are run live in the end."""
@@ -187,6 +187,8 @@ def _show(tuning: Tuning) -> None:
             click.echo(REASON)
         click.echo("Predictions of measured rows are for the prompts that were run live, others for all outputs.")
         click.echo(f"Two runs of plain decoding differ by {percent(tuning.plain_spread)}: less is no gain.")
+        if tuning.plain_spread > BUSY:
+            click.echo("The machine is busy: live runs ended after two rounds. Run this again when it is quiet.")
     for name, problem in tuning.failed.items():
         click.echo(f"not tried: {name}: {problem}")
     took = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in tuning.seconds.items())

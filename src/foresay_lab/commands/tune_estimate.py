@@ -103,7 +103,7 @@ def estimate(
     (count, tokens), every = size, distinct([*methods, *own])
     timed = {one: _timed(target, [list(ids) for ids in islice(cycle(prompts), one)]) for one in {rows, *sizes}}
     prefill_s, pass_s = timed[rows]
-    token_s = _prefill_token_s(target, max(1, *map(len, prompts)))
+    token_s = prefill_token_s(target, max(1, *map(len, prompts)))
     filled = _FILLED * sum(prompt_lengths(max(map(len, prompts))))
     passes = sum(timed[one][1] + _WIDER * one * token_s for one in sizes)
     loading = {method.drafter for method in every if read_drafter(method.drafter).loads_model}
@@ -131,7 +131,7 @@ def _timed(target: Generator, prompts: list[list[int]]) -> tuple[float, float]:
     return seconds[1], max(1e-6, seconds[2] - seconds[1]) / _PASSES
 
 
-def _prefill_token_s(target: Generator, count: int) -> float:
+def prefill_token_s(target: Generator, count: int) -> float:
     """Return the prefill seconds of a token, over random ones: prompts share their beginnings, which are prefilled once."""
     numbers = random.Random(0)
     ids = [numbers.randrange(target.target.model.vocab_size) for _ in range(count)]

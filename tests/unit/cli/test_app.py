@@ -158,13 +158,13 @@ def test_one_word_has_one_meaning_and_the_model_one_name() -> None:
     assert {name for name in flags if not {"-m", "--model"} <= flags[name]} == {"report", "memory"}
     arguments = {name: [one.name for one in some if isinstance(one, click.Argument)] for name, some in params.items()}
     first = {name for name, some in arguments.items() if some in (["model_argument"], ["subject"])}
-    assert first == {"chat", "serve", "demo", "drafts", "profile", "tune", "info", "prepare", "vllm-config"}
+    assert first == {"chat", "serve", "demo", "drafts", "profile", "worth", "tune", "info", "prepare", "vllm-config"}
 
 
 def test_there_are_few_commands_and_options() -> None:
     """A new one states what it replaces."""
     options = sum(isinstance(one, click.Option) for command in BY_NAME.values() for one in command.params)
-    assert len(BY_NAME) <= 20 and options <= 341
+    assert len(BY_NAME) <= 20 and options <= 352
 
 
 def test_version_and_completion(capsys: pytest.CaptureFixture[str]) -> None:

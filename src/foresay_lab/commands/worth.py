@@ -1,0 +1,99 @@
+"""`foresay worth`: whether speculation pays for a model on this machine, in a sentence and a command."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic
+
+import click
+
+from foresay.checks import check_float
+from foresay.cli.command import Given
+from foresay.cli.common import load_target, model_expression, own_methods
+from foresay.cli.progress import advancing, loading
+from foresay.cli.tables import show_table
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.generation.generator import Generator
+from foresay.generation.method import Method
+from foresay.records.recording import Recording
+from foresay_lab import worth
+from foresay_lab.commands.options import items
+from foresay_lab.commands.tune_estimate import prefill_token_s
+from foresay_lab.data.items import PromptItem
+from foresay_lab.replay.record import record
+from foresay_lab.worth import Gain
+
+_TOKENS = 48
+"""Most tokens of an output."""
+_RECORDED, _PREDICTED = 0.35, 0.6
+"""Shares of the time after which no further outputs are recorded, and no further methods predicted."""
+_PROBE = 64
+"""Tokens of a prompt whose prefill is timed."""
+
+
+def run(given: Given) -> int:
+    """Run the command."""
+    began, seconds = monotonic(), check_float("seconds", given.seconds, 0.0, math.inf, open_low=True)
+    draft = given.draft and (given.draft if "(" in given.draft else model_expression(given.draft))
+    named = [Method(draft)] if draft else []
+    prompts = items(given)
+    kinds = len({one.category for one in prompts})
+    target = load_target(given, named, max_batch_size=max(kinds, 2))
+    methods = [*own_methods(target), *named]
+    recording = _recorded(target, prompts, kinds, began + _RECORDED * seconds)
+    with loading("Timing passes, replaying methods"):
+        lengths = sorted(len(one.prompt) + len(one.output) // 2 for one in recording.records)
+        timed = worth.timed(target, lengths[len(lengths) // 2], prefill_token_s(target, _PROBE))
+        limit = began + _PREDICTED * seconds
+        found = worth.gains(target, recording, timed.profile, methods, lambda: monotonic() < limit)
+    busy = timed.busy
+    if not busy:
+        with loading(f"Running {found[0].method.name} live"):
+            left = began + seconds - monotonic()
+            found[0], busy = worth.run_live(target, recording, timed.profile, found[0], left)
+    _show(target, found, busy, as_json=given.json)
+    return 0
+
+
+def _recorded(target: Generator, prompts: Sequence[PromptItem], kinds: int, end: float) -> Recording:
+    """Record the outputs of one prompt of each kind, then of further ones until `end`, a time of `monotonic`."""
+    params = SamplingParams(max_new_tokens=_TOKENS)
+    with TemporaryDirectory() as folder, advancing("Recording") as advance:
+        path, count = Path(folder) / "outputs.jsonl", 0
+        while count < len(prompts):
+            began = monotonic()
+            count = min(count + kinds, len(prompts))
+            recording = record(target, prompts, path, params, count=count)
+            advance(count, len(prompts), "")
+            if 2 * monotonic() - began > end:  # another round would end later
+                break
+    return recording
+
+
+def _show(target: Generator, found: Sequence[Gain], busy: str, *, as_json: bool) -> None:
+    sentence = worth.conclusion(found, busy)
+    advice, command = worth.command(target.target.name, found)
+    if as_json:
+        methods = [{**asdict(one), "method": one.method.name} for one in found]
+        answer = {"model": target.target.name, "busy": busy or None, "methods": methods, "conclusion": sentence}
+        click.echo(json.dumps({**answer, "advice": advice, "command": command}))
+        return
+    lines = [
+        [
+            "default" if one is found[0] else one.method.name,
+            kind or "prompts",
+            f"{count:.2f}",
+            f"{one.cost:.2f}",
+            f"{speed:.2f}x",
+        ]
+        for one in found
+        for kind, (count, speed) in one.kinds.items()
+    ]
+    show_table(["method", "kind", "tokens/pass", "pays from", "predicted"], lines, drop=("pays from",))
+    click.echo(sentence)
+    click.echo(f"{advice}: {command}")
