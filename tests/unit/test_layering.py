@@ -59,7 +59,7 @@ ORDER = {
     "models/sources": (
         "load_options transformers_errors generation_settings gguf_drafts published quantized_facts < kept_weights "
         "quantized_forms quantization < packaged config_checks llama_cpp hub mxfp4 multimodal < quantized_layers < "
-        "location wrapping < describing base_models < reading < loading assistants < drafts < catalogue"
+        "location lora wrapping < describing base_models < reading < loading assistants < drafts < catalogue"
     ),
     "foresay_lab/training": (
         "corpus importance losses outputs checkpoints accepted optimisers processes < ngrams prune teacher acceptance "

@@ -11,7 +11,7 @@ SOURCE = Path(foresay.__file__).parents[1]
 TESTS = Path(__file__).parents[1]
 MOST = {
     ".": 752,
-    "cli": 3572,
+    "cli": 3591,
     "decoding": 4822,
     "drafters": 4524,
     "engine": 1332,
@@ -37,13 +37,13 @@ MOST = {
     "models/gpu": 3085,
     "models/huggingface": 3547,
     "models/llama_cpp": 458,
-    "models/sources": 4286,
+    "models/sources": 4566,
     "records": 1085,
     "server": 5980,
     "spec": 1325,
     "text": 4926,
     "kernels in C++": 4215,
-    "tests": 60825,
+    "tests": 61059,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

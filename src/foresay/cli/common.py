@@ -94,7 +94,7 @@ PLAIN: dict[str, Any] = {"draft": None, "drafter": "none", "length": None, "rule
 def load_arguments(given: Given, **more: Any) -> dict[str, Any]:
     """Return the arguments of `foresay.load` for these options, as plain data. What is not given is left to a settings file."""
     found: dict[str, Any] = {} if "target" in more else {"target": model_name(given.model)}
-    found |= {name: getattr(given, name, None) for name in _ARGUMENTS} | more
+    found |= {name: getattr(given, name, None) for name in _ARGUMENTS} | loaded_values(given) | more
     if found["draft"] is not None and found["drafter"] in ("auto", "model"):
         found |= {"drafter": model_expression(found["draft"]), "draft": None}
     if found["max_memory"] is not None:
@@ -106,9 +106,15 @@ def load_arguments(given: Given, **more: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def loaded_values(given: Given) -> dict[str, Any]:
+    """Return the options of loading a model by name; None for those that are not given."""
+    found = {name: getattr(given, name, None) for name in _LOADED}
+    return {**found, "lora": found["lora"] or None}
+
+
 def load_options(given: Given, **more: Any) -> LoadOptions:
     """Return the options of loading a model alone."""
-    values = {name: getattr(given, name, None) for name in _LOADED} | more
+    values = loaded_values(given) | more
     return LoadOptions(**{name: value for name, value in values.items() if value is not None})
 
 
@@ -176,7 +182,7 @@ def model_name(given: str | None) -> str:
 
 def target_options(given: Given) -> tuple[str, LoadOptions]:
     """Return the target and its load options; those of a settings file where none, or "auto", is given."""
-    name, options = model_name(given.model), {one: getattr(given, one, None) for one in _LOADED}
+    name, options = model_name(given.model), loaded_values(given)
     if is_settings(name):
         settings = read_settings(name)
         name, options = settings.target_from(name), settings.filled(options)

@@ -135,6 +135,10 @@ KV_CACHE = option(
     "Keys and values in the CPU kernels: auto, int8 (half of bf16's memory, another output).",
     "auto",
 )
+LORA = option(
+    "--lora PATH[=SCALE]...",
+    "A low-rank adapter to merge into the weights: a folder of peft or a GGUF file; may be repeated.",
+)
 READING = group(MACHINE, DTYPE, WEIGHTS, DEVICE, THREADS, TRUST)
 """Options of a command that only reads parts of a model."""
 BASIC_MACHINE = group(MACHINE, *READING, BACKEND)
@@ -142,6 +146,7 @@ ALL_MACHINE = group(
     MACHINE,
     *READING,
     KV_CACHE,
+    LORA,
     option("--device-map PLAN", "Spread the layers over devices: auto, balanced, balanced_low_0, sequential."),
     option("--max-memory SIZES", "With --device-map: memory for weights on each device, such as 0=20GB,cpu=60GB."),
     option("--offload-folder FOLDER", "With --device-map: folder for weights that fit on no device."),

@@ -90,11 +90,19 @@ def _draining(count: int, seconds: float) -> str:
     return f"stopping: {open_ones} {seconds:g} s to end; a second Ctrl-C or signal ends {'it' if count == 1 else 'them'} now"
 
 
+def _names(given: Given, model: str) -> list[str]:
+    """The public names of a model: of its adapters, then its own."""
+    from foresay.models.sources.lora import adapters
+    from foresay.server.service import served_name
+
+    return [*(one.name for one in adapters(given.lora)), served_name(model)]
+
+
 def run(given: Given) -> int:
     """Run the command."""
     try:
         from foresay.server.running import bind, serve
-        from foresay.server.service import Service, served_name
+        from foresay.server.service import Service
     except ImportError as error:
         raise ConfigError(f"needs {error.name}: pip install 'foresay[server]'", param="server") from None
     source = FILE if given.model is None and Path(FILE).is_file() else given.model
@@ -113,7 +121,7 @@ def run(given: Given) -> int:
             service = Service(entries, settings)
         else:
             generator = load_generator(given, max_batch_size=given.batch_size, **kept)
-            service = Service.of(generator, settings, list(given.name) or [served_name(generator.target.name)])
+            service = Service.of(generator, settings, list(given.name) or _names(given, generator.target.name))
         if limit is not None:
             limit_memory(limit)
         opened.pop_all()  # from here on the server closes them

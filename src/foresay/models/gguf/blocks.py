@@ -110,7 +110,7 @@ class FileWeights:
         if not weight.is_finite():
             raise invalid_tensor(self._header, tensor_name, "contains numbers that are not finite")
         if self.form.interleaved and kind in self._heads:  # biases too
-            return weight.reordered(_row_order(tensor.shape[0], self._heads[kind]))
+            return weight.reordered(row_order(tensor.shape[0], self._heads[kind]))
         if self.form.norms_from_one and "norm" in tensor_name and "ssm_norm" not in tensor_name:
             return DenseWeight(weight.dense(torch.float32) - 1)  # transformers adds the 1 in the norm
         return self._of_hybrid(weight, tensor_name) if self.form.mixed else weight
@@ -238,7 +238,7 @@ class FileWeights:
 _OF_PRODUCTS = ("_proj.weight", "_proj.bias")
 
 
-def _row_order(rows: int, heads: int) -> torch.Tensor:
+def row_order(rows: int, heads: int) -> torch.Tensor:
     """Return the file's row index of each of transformers' rows; Llama's files interleave the two halves of a head."""
     return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -70,6 +70,8 @@ class LoadOptions:
     """A configuration with which transformers quantizes the weights; passed on unchanged."""
     tp_plan: str | None = None
     """Tensor parallelism over the processes that torchrun started: "auto"; passed to transformers unchanged."""
+    lora: str | Sequence[str] | None = None
+    """Low-rank adapters to merge into the weights: folders of peft or GGUF files, PATH or PATH=SCALE. Drafts stay as they are."""
     revision: str | None = None
     """Branch, tag or commit of a hub id; passed to transformers unchanged."""
     trust_remote_code: bool = False
@@ -123,6 +125,11 @@ class LoadOptions:
             raise ConfigError(text, param="reproducible", value=False)
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise UnknownNameError("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        for name in ("tp_plan", "quantization_config"):
+            if self.lora is not None and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"and {{{name}}} contradict; merge the adapter before", param="lora", value=self.lora, **{name: ...}
+                )
         self._check_plan()
         for name, weights in (("weights", self.weights), ("draft_weights", self.draft_weights)):
             if weights is not None:
@@ -167,6 +174,7 @@ class LoadOptions:
             "activations",
             "kv_cache_dtype",
             "reproducible",
+            "lora",
             "device_map",
             "quantization_config",
             "tp_plan",
@@ -239,7 +247,7 @@ class LoadOptions:
             gguf: True if llama.cpp can read it; otherwise transformers computes it.
         """
         changes: dict[str, Any] = {"revision": None, "draft_weights": None, "draft_device": None, "activations": "auto"}
-        changes |= {"kv_cache_dtype": "auto", "reproducible": None}
+        changes |= {"kv_cache_dtype": "auto", "reproducible": None, "lora": None}
         if self.draft_device is not None:
             changes |= dict.fromkeys(("device_map", "max_memory", "offload_folder", "tp_plan", "gpu_layers"))
             changes |= {"device": self.draft_device}
@@ -266,6 +274,7 @@ class LoadKeywords(TypedDict, total=False):
     draft_device: str | torch.device | None
     quantization_config: Any
     tp_plan: str | None
+    lora: str | Sequence[str] | None
     revision: str | None
     trust_remote_code: bool
     backend: str

@@ -22,6 +22,7 @@ from foresay.models.sources.describing import describe
 from foresay.models.sources.llama_cpp import open_gguf
 from foresay.models.sources.load_options import LLAMA_CPP, LoadOptions
 from foresay.models.sources.location import Location, is_gguf, locate
+from foresay.models.sources.lora import adapters, digest
 from foresay.models.sources.reading import read, read_tokenizer, settings_of
 from foresay.models.sources.transformers_errors import load_errors
 from foresay.models.sources.wrapping import LoadedModel, check_scores, wrap
@@ -80,11 +81,15 @@ def load_model(name: str | os.PathLike[str], options: LoadOptions | None = None)
     if options.backend == LLAMA_CPP and not is_gguf(name):
         text = "reads GGUF files, and {model} is not one; drop it, or give such a file"
         raise ConfigError(text, param="backend", value=LLAMA_CPP, model=os.fspath(name))
+    found = adapters(options.lora)
     location = locate(name, options)
     if options.backend == LLAMA_CPP:
         return _load_llama_cpp(location, options)
     with _without_collections():
-        return _load(location, options)
+        loaded = _load(location, options)
+    model: Any = loaded.model
+    model.learned += digest(found)
+    return loaded
 
 
 @contextmanager

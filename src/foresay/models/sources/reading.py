@@ -17,6 +17,7 @@ from foresay.models.gguf.header import GgufHeader
 from foresay.models.gguf.tokenizer import tokenizer_of
 from foresay.models.gguf.vocabulary import suppressed_tokens
 from foresay.models.huggingface.left_out import refuse_unread as refuse_tensors
+from foresay.models.sources import lora
 from foresay.models.sources.config_checks import check_config, check_size, report_unknown, report_unread
 from foresay.models.sources.describing import Description
 from foresay.models.sources.generation_settings import UNCHANGED, GenerationSettings
@@ -38,7 +39,9 @@ def read(described: Description, options: LoadOptions) -> tuple[Any, Any]:
     Raises ModelLoadError for weights that are missing, of the wrong shape or not finite, and for a tokenizer that cannot be used.
     """
     tokenizer = _tokenizer(described.location, options, required=False)
-    return (_of_file if described.is_ours else _by_transformers)(described, options), tokenizer
+    model = (_of_file if described.is_ours else _by_transformers)(described, options)
+    lora.merge(model, lora.adapters(options.lora))
+    return model, tokenizer
 
 
 def _of_file(described: Description, options: LoadOptions) -> Any:
