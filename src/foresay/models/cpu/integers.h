@@ -216,7 +216,7 @@ template <class W> inline void byte_products(const W &w, typename W::X x, int64_
         decode_levels<KIND>(w.weights, w.depth, room);
     } else {
 #if defined(FORESAY_TILES)
-        decode_levels<KIND, false>(w.weights, w.depth, room);
+        decode_levels<KIND, 0>(w.weights, w.depth, room);
         auto dots = [&](auto add) {
             dots_by_tiles<W::DEPTH>(room, w.depth, x.levels, x.stride, tiled, w.weights + level_bytes(KIND, SUPER), level_bytes(KIND, W::DEPTH), add);
         };

@@ -10,7 +10,7 @@
 namespace foresay {
 
 constexpr int64_t PANEL = 32, GROUP = 32, SUPER = 256, ROWS_AT_ONCE = 96;
-constexpr int64_t DEPTHS_AHEAD = 3 * SUPER; // at which weights are prefetched
+constexpr int64_t NEAR = SUPER / 2; // depths ahead at which weights are prefetched that are multiplied as they are decoded
 constexpr int VECTORS = PANEL / LANES;
 
 // LEVELS_*: bits of a level. Weights of a panel, in units of 64 bytes:
@@ -114,8 +114,8 @@ template <int KIND> inline Words table_levels(Words codes) {
 #endif
 }
 
-// Levels of a panel, from a first unit on, which need decoding. PREFETCH: those of DEPTHS_AHEAD depths further on, too.
-template <int BITS, bool PREFETCH = true> struct Packed {
+// Levels of a panel, from a first unit on, which need decoding. AHEAD: depths further on of which those are prefetched, or 0.
+template <int BITS, int64_t AHEAD = NEAR> struct Packed {
     static constexpr int PARTS = width_of(BITS) == 3 ? 4 : 2; // times four depths that are stored together
     const uint8_t *weights;
 
@@ -123,14 +123,14 @@ template <int BITS, bool PREFETCH = true> struct Packed {
     // after it; four is a multiple of PARTS, and part, a constant for the compiler, is less.
     template <int FIRST, int COUNT> __attribute__((always_inline)) void at(int64_t four, int part, Words (&out)[COUNT]) const {
         constexpr int HALVES = 16 / LANES, WIDTH = width_of(BITS); // vectors of 16 outputs; bits
-        constexpr int64_t BYTES = level_bytes(BITS, 4 * PARTS), AHEAD = level_bytes(BITS, DEPTHS_AHEAD);
+        constexpr int64_t BYTES = level_bytes(BITS, 4 * PARTS), LATER = level_bytes(BITS, AHEAD);
         int odd = part % 2, later = part / 2; // the second of two times 4 depths, and of two times 8
         const uint8_t *base = weights + four / PARTS * BYTES, *upper = base + 128;
         const uint8_t *unit = base + (WIDTH == 2 ? 0 : WIDTH == 3 ? later * 64 : odd * (WIDTH == 8 ? 128 : 64));
-        if constexpr (FIRST == 0 && PREFETCH) {
-            if (WIDTH > 3 || odd == 0) __builtin_prefetch(unit + AHEAD);
-            if ((WIDTH == 3 || WIDTH == 6) && part == 0) __builtin_prefetch(upper + AHEAD);
-            if constexpr (WIDTH == 8) __builtin_prefetch(unit + 64 + AHEAD);
+        if constexpr (FIRST == 0 && AHEAD > 0) {
+            if (WIDTH > 3 || odd == 0) __builtin_prefetch(unit + LATER);
+            if ((WIDTH == 3 || WIDTH == 6) && part == 0) __builtin_prefetch(upper + LATER);
+            if constexpr (WIDTH == 8) __builtin_prefetch(unit + 64 + LATER);
         }
         auto moved = [](Words x, int left) { return left >= 0 ? x << left : x >> -left; };
         for (int i = 0; i < COUNT; i++) {
@@ -157,8 +157,8 @@ struct Plain {
     }
 };
 
-template <int BITS, bool PREFETCH = true> inline void decode_levels(const uint8_t *weights, int64_t depth, uint8_t *out) {
-    Packed<BITS, PREFETCH> packed{weights};
+template <int BITS, int64_t AHEAD = SUPER> inline void decode_levels(const uint8_t *weights, int64_t depth, uint8_t *out) {
+    Packed<BITS, AHEAD> packed{weights};
     for (int64_t four = 0; four < depth / 4; four += packed.PARTS) {
 #pragma GCC unroll 4
         for (int part = 0; part < packed.PARTS; part++) {
