@@ -102,8 +102,8 @@ def hybrid(lookup: SuffixDrafter | NgramStoreDrafter | None = None) -> Drafter:
     return Hybrid(lookup or SuffixDrafter(), ModelDrafter(DRAFT, SIZE), min_match=4, k=3)
 
 
-def cascade() -> Drafter:
-    return Cascade([SuffixDrafter(min_match=4), ModelDrafter(DRAFT, SIZE)], [[3, 3], [0, 0]])
+def cascade(memory: Memory | None = None) -> Drafter:
+    return Cascade([SuffixDrafter(memory, min_match=4), ModelDrafter(DRAFT, SIZE)], [[3, 3], [0, 0]])
 
 
 def after(seed: int, answer: list[int]) -> Request:
@@ -131,7 +131,7 @@ def over_prefix(seed: int, answer: list[int]) -> Request:
 
 
 IN_ONE_PROCESS: dict[str, tuple[Callable[[], Drafter], Make]] = {
-    "memory": (lambda: hybrid(SuffixDrafter(Memory())), after),
+    "memory": (lambda: cascade(Memory()), after),
     "counts": (lambda: hybrid(NgramStoreDrafter(5, store=NgramStore(5))), after),
     "prefixes": (hybrid, over_prefix),
 }

@@ -47,19 +47,14 @@ def test_generate_samples_as_the_model_does(folder: Path, shell: Shell) -> None:
 
 
 def test_workers_receive_what_was_given(folder: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process, and in this one."""
+    """In this process; foresay_lab/workers has tests with others."""
     lines = ("generate", "--lines", "--model", str(folder), "--dtype", "fp32", "-n", "6", "--sampling", "model")
-
-    def written(*options: str) -> str:
-        code, out, err = shell(*lines, *options, stdin=b"hello\nworld\n")
-        assert code == 0, err
-        return out
-
+    monkeypatch.setattr(processes, "Processes", InProcess)
     found = []
     for options in (("--seed", "3"), ("-t", "0")):
-        found.append(written(*options))
-        assert written(*options, "--workers", "1") == found[-1]
-        monkeypatch.setattr(processes, "Processes", InProcess)
+        alone, shared = (shell(*lines, *options, *more, stdin=b"hello\nworld\n") for more in ((), ("--workers", "1")))
+        assert (alone[0], shared[:2]) == (0, alone[:2]), (alone, shared)
+        found.append(alone[1])
     assert found[0] != found[1]
 
 

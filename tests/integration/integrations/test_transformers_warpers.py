@@ -230,10 +230,10 @@ def _some(dice: random.Random) -> Any:
 
 
 def test_any_list(model: PreTrainedModel) -> None:
-    """300 lists of up to five, next to settings of the caller; the translation as it was fails a fifth of them at least."""
+    """200 lists of up to five, next to settings of the caller; the translation as it was fails a fifth of them at least."""
     dice = random.Random(5)
     failed = 0
-    for _ in range(300):
+    for _ in range(200):
         own = [_some(dice) for _ in range(dice.randint(1, 5))]
         settings = {"do_sample": dice.random() < 0.8, **dice.choice(BESIDE)}
         if dice.random() < 0.3:
@@ -243,7 +243,7 @@ def test_any_list(model: PreTrainedModel) -> None:
             failed += _distance(model, own, settings, _last_one_wins) > 0.02
         except foresay.ConfigError:
             failed += 1
-    assert failed > 60
+    assert failed > 40
 
 
 @pytest.mark.parametrize(

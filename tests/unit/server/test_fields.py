@@ -10,13 +10,7 @@ import pytest
 
 from foresay.server.errors import MAX_MESSAGE, ApiError
 from foresay.server.fields import Fields, read
-from foresay.server.requests import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    PredictRequest,
-    TokenizeRequest,
-)
+from foresay.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, PredictRequest, TokenizeRequest
 
 MANY = 20_000
 USER = {"role": "user", "content": "x"}

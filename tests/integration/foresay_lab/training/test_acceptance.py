@@ -21,12 +21,7 @@ from foresay.errors import ModelLoadError, ModelNotFoundError
 from foresay.lengths import AcceptanceLength
 from foresay.lengths.acceptance_head import AcceptanceHead
 from foresay.models.table import TableModel
-from foresay_lab.training.acceptance import (
-    AcceptancePlan,
-    evaluate_acceptance,
-    train_acceptance,
-    weighted_loss,
-)
+from foresay_lab.training.acceptance import AcceptancePlan, evaluate_acceptance, train_acceptance, weighted_loss
 from foresay_lab.training.accepted import Examples, collect, load_examples, split_examples
 from helpers import tiny
 from helpers.distribution_cells import ALPHA, LENGTH, PARAMS, PROMPT, SIZE, TARGET

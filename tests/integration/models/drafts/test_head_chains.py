@@ -213,9 +213,7 @@ class Weighted(ConstantLength):
         self.read += CONFIDENCES.of(rows)
 
 
-def test_one_call_evaluates_the_rule_and_notes_confidences_as_single_passes_do(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_call_evaluates_the_rule_and_notes_confidences_as_single_passes_do(monkeypatch: pytest.MonkeyPatch) -> None:
     model = target(vocab=7)
     head = HeadModel(random_head(model, seed=8, gain=0.8), model)
 

@@ -11,15 +11,7 @@ import pytest
 from foresay.decoding.protocols import Drafter
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.drafters import (
-    Cascade,
-    MaxGram,
-    Memory,
-    ModelDrafter,
-    NgramStoreDrafter,
-    SelfDrafter,
-    SuffixDrafter,
-)
+from foresay.drafters import Cascade, MaxGram, Memory, ModelDrafter, NgramStoreDrafter, SelfDrafter, SuffixDrafter
 from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
 from foresay.lengths import ConfidenceLength, ConstantLength
 from foresay.models.huggingface.causal import CausalModel

@@ -23,15 +23,7 @@ from foresay.records.profile import Floor, Profile, Timing, line, profile_path
 from foresay.records.recording import Record, Recording
 from foresay_lab.measure import profile as lab
 from foresay_lab.measure import roofline as floors
-from foresay_lab.measure.profile import (
-    FILLS,
-    measure,
-    measure_drafting,
-    medians,
-    profile,
-    prompt_lengths,
-    quartiles,
-)
+from foresay_lab.measure.profile import FILLS, measure, measure_drafting, medians, profile, prompt_lengths, quartiles
 from foresay_lab.replay.predict import expect
 from foresay_lab.replay.replay import PassCost, Replay
 from helpers import tiny

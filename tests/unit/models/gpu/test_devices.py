@@ -38,10 +38,7 @@ from helpers.support import run
 
 META = torch.device("meta")
 PROMPTS = [[1, 2, 3], [4], list(range(70))]
-SETTINGS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampled": {"temperature": 1.0, "top_k": 20, "top_p": 0.9},
-}
+SETTINGS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 1.0, "top_k": 20, "top_p": 0.9}}
 
 
 def turns(self: RotaryTable, count: int) -> tuple[torch.Tensor, torch.Tensor]:
