@@ -322,19 +322,12 @@ class Remembers(Protocol):
         ...
 
 
-@runtime_checkable
-class Learned(Protocol):
-    """A model, table, drafter or length policy that was read from files, which may have been made of a seed's own answers."""
-
-    @property
-    def learned(self) -> bytes:
-        """Digest of the files; empty for what the caller made."""
-        ...
-
-
 def learned_by(*parts: object) -> bytes:
-    """Return the digests of the files that these were read from, joined."""
-    return b"".join(one.learned for one in parts if isinstance(one, Learned))
+    """Return the digests of the files that models, tables, drafters or length policies were read from, joined.
+
+    Such files may have been made of a seed's own answers. What has no `learned`, or an empty one, was made by the caller.
+    """
+    return b"".join(getattr(one, "learned", b"") for one in parts)
 
 
 class Rule(Protocol):

@@ -47,7 +47,7 @@ class RequestKeys:
 
 
 def _digest(row: Row, learned: bytes) -> int:
-    """Return 63 bits that differ between requests with different texts to copy from. learned: see Learned."""
+    """Return 63 bits that differ between requests with different texts to copy from. learned: see learned_by."""
     source = () if row.source is None else row.source
     forced = [str(getattr(one, "source", "")).encode() for one in row.params.processors]
     parts = [

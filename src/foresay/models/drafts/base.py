@@ -57,7 +57,7 @@ class StoredDraft:
     token_ids: torch.Tensor | None
     """[K] int64, ascending; None for the whole vocabulary of the target."""
     learned: bytes = b""
-    """Digest of its files; see Learned."""
+    """Digest of its files; see learned_by."""
 
     def stored_in(self, dtype: torch.dtype) -> StoredDraft:
         """Return a copy to be written, whose weights have another dtype."""

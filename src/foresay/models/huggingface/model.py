@@ -52,6 +52,7 @@ class TransformersModel:
         self.model = model.eval()
         self._configs: dict[int, tuple[Any, str]] = {}
         self._copied: list[tuple[Any, Any]] = []
+        self._token_bytes: dict[torch.dtype, int] = {}
         self._set_attention(pluggable)
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self.device = linears.device_of(model.get_input_embeddings())
@@ -119,10 +120,11 @@ class TransformersModel:
 
     def cache_bytes(self, lengths: Sequence[int]) -> int:
         """See LanguageModel. Counts the decoder's cache only. Without our kernels, all rows get as many slots as the longest."""
-        config = self.model.config.get_text_config(decoder=True)
+        if (dtype := self.cache_dtype) not in self._token_bytes:
+            self._token_bytes[dtype] = kv_bytes(self.model.config.get_text_config(decoder=True), dtype)
         longest = visible_width(max(lengths, default=0), self.device)
         slots = sum(lengths) if self.batch_invariant else len(lengths) * longest
-        return slots * kv_bytes(config, self.cache_dtype)
+        return slots * self._token_bytes[dtype]
 
     @property
     def cache_dtype(self) -> torch.dtype:
