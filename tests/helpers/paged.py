@@ -20,6 +20,7 @@ from foresay.models.gpu.flat import Buffers, PagedTokens
 from foresay.models.hardware import Hardware
 from foresay.models.huggingface import family_layers, fused, linears
 from helpers.families import joint_of, whole_product
+from helpers.interpreted import look_up_types
 
 PAGE = 16
 """Slots of a page in the interpreter, where a longer prompt is more programs."""
@@ -63,16 +64,13 @@ def language_of_the_interpreter() -> Iterator[None]:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    intact = interpreter._patch_lang
-    replaced = intact(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-    interpreter._patch_lang = lambda fn: SimpleNamespace(restore=lambda: None)
     builder, options = interpreter.interpreter_builder, interpreter.interpreter_builder.options
-    builder.options = replace(options, sanitize_overflow=options.debug)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        replaced = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+        patch.setattr(interpreter, "_patch_lang", lambda fn: SimpleNamespace(restore=lambda: None))
+        patch.setattr(builder, "options", replace(options, sanitize_overflow=options.debug))
+        look_up_types(patch)
         yield
-    finally:
-        builder.options = options
-        interpreter._patch_lang = intact
         replaced.restore()
 
 

@@ -43,7 +43,7 @@ MOST = {
     "spec": 1325,
     "text": 4926,
     "kernels in C++": 4215,
-    "tests": 60995,
+    "tests": 61063,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from foresay.decoding import draws, kernels, sampling_kernels, sampling_rows, truncation
 from foresay.decoding.sampling_kernels import Cuts
 from helpers.making import make_rows
+from helpers.paged import language_of_the_interpreter
 
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.7},
@@ -26,8 +27,10 @@ PARAMS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(autouse=True)
-def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sampling_kernels, "SPAN", 256)
+    with language_of_the_interpreter():
+        yield
 
 
 def compare(vocab: int, spread: float, params: Sequence[dict[str, Any]] = PARAMS, alone: Sequence[int] = ()) -> None:
