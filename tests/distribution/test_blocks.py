@@ -49,11 +49,13 @@ def layered(tmp_path_factory: pytest.TempPathFactory) -> CausalModel:
     """A model with two multi-token-prediction layers."""
     specials = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     folder = tmp_path_factory.mktemp("layered")
-    save_with_mtp(folder, "deepseek_v3", vocab_size=SIZE, num_nextn_predict_layers=2, num_hidden_layers=2, **specials)
+    save_with_mtp(folder, "glm4_moe", vocab_size=SIZE, num_nextn_predict_layers=2, num_hidden_layers=2, **specials)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():  # leaves each next token likely enough
         model.lm_head.weight *= 2.5 / model.lm_head.weight.norm(dim=1).mean()
-    return CausalModel(model)
+    found = CausalModel(model)
+    assert found.use_fused() is None
+    return found
 
 
 class _IgnoresPath(BlockDrafter):

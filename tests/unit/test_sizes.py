@@ -13,7 +13,7 @@ MOST = {
     ".": 752,
     "cli": 3591,
     "decoding": 4815,
-    "drafters": 4524,
+    "drafters": 4540,
     "engine": 1332,
     "foresay_lab": 575,
     "foresay_lab/bench": 699,
@@ -43,7 +43,7 @@ MOST = {
     "spec": 1325,
     "text": 4926,
     "kernels in C++": 4215,
-    "tests": 61063,
+    "tests": 61065,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

@@ -169,9 +169,7 @@ class Grower(Interruptible):
     def _expand(self, slots: Sequence[Sequence[int]], distributions: Distributions, stopping: Stopping) -> None:
         """Add the children of each slot, and end the trees of rows that the length policy stops."""
         self._add_likeliest(slots, distributions)
-        for i, tree in enumerate(self._trees):
-            for w, slot in enumerate(slots[i] if not tree.chosen else ()):
-                self._add_drawn(tree, slot, distributions, (i, w))
+        self._add_drawn(slots, distributions)
         reads = not stopping.is_data or stopping.rule.reads is not Reads.NOTHING
         mask = stopping.keep(_best(self._trees, slots, distributions)) if reads else None
         for tree, on in zip(self._trees, [] if mask is None else mask.tolist(), strict=False):
@@ -194,13 +192,30 @@ class Grower(Interruptible):
             for prob, token in children[: self._trees[i].num_children]:
                 self._trees[i].add(slot, int(token), prob, -1)
 
-    def _add_drawn(self, tree: Tree, slot: int, distributions: Distributions, at: tuple[int, int]) -> None:
+    def _add_drawn(self, slots: Sequence[Sequence[int]], distributions: Distributions) -> None:
+        """Add the drawn children of all slots of the other trees: the first ones at once, then the second ones, and so on."""
+        trees = zip(self._trees, slots, strict=True)
+        at = [(i, w, slot) for i, (tree, own) in enumerate(trees) if not tree.chosen for w, slot in enumerate(own)]
+        if not at:
+            return
         assert distributions.probs is not None and distributions.probs_row is not None
-        probs, depth = distributions.probs[int(distributions.probs_row[at])], tree.depths[slot]
-        count = min(self._branches, tree.num_children)
-        self._drawn.append(probs)
-        for token in _without_replacement(probs, count, self._streams, at[0], len(tree.tokens), depth):
-            tree.add(slot, token, float(probs[token]), len(self._drawn) - 1)
+        index = to_device([(i, w) for i, w, _ in at], distributions.probs.device)
+        probs = distributions.probs[distributions.probs_row[index[:, 0], index[:, 1]]]
+        firsts, counts, ends = list[int](), list[int](), [len(tree.tokens) for tree in self._trees]
+        for (i, _, _), possible in zip(at, probs.count_nonzero(-1).tolist(), strict=True):
+            firsts.append(ends[i])
+            counts.append(min(self._branches, self._trees[i].budget - ends[i], possible))
+            ends[i] += counts[-1]
+        if self._streams.shares_noise:
+            depths = [self._trees[i].depths[slot] for i, _, slot in at]
+            chosen = [_noisiest(*one, self._streams) for one in zip(probs, counts, index[:, 0], depths, strict=True)]
+        else:
+            numbers = self._streams.uniform(Purpose.DRAFT, torch.arange(max(ends), device=probs.device))[index[:, 0]]
+            chosen = _without_replacement(probs, counts, numbers, firsts)
+        for (i, _, slot), one, tokens in zip(at, probs, chosen, strict=True):
+            self._drawn.append(one)
+            for token in tokens:
+                self._trees[i].add(slot, token, float(one[token]), len(self._drawn) - 1)
 
 
 def _best(trees: Sequence[Tree], slots: Sequence[Sequence[int]], distributions: Distributions) -> DraftStep:
@@ -228,23 +243,24 @@ def _best(trees: Sequence[Tree], slots: Sequence[Sequence[int]], distributions: 
     )
 
 
-def _without_replacement(
-    distribution: torch.Tensor, count: int, streams: Streams, row: int, first: int, depth: int
-) -> list[int]:
-    """Draw up to `count` tokens without replacement. distribution: [V]. first: number of nodes before the first new one.
+def _noisiest(probs: torch.Tensor, count: int, row: torch.Tensor, depth: int, streams: Streams) -> list[int]:
+    """Return the `count` largest of log(probs) + noise at `depth`, drawn without replacement (Gumbel top-k). probs: [V]."""
+    tokens = torch.nonzero(probs)[:, 0]
+    noisy = streams.gumbel(row, torch.tensor(depth, device=probs.device), tokens) + probs[tokens].log()
+    chosen: list[int] = tokens[noisy.topk(count).indices].tolist()
+    return chosen
 
-    With shared noise, return the `count` largest of log(distribution) + noise at `depth`: the same distribution (Gumbel top-k).
-    """
-    tokens = torch.nonzero(distribution)[:, 0]
-    if streams.shares_noise:
-        at = torch.tensor(row, device=distribution.device), torch.tensor(depth, device=distribution.device)
-        noisy = streams.gumbel(*at, tokens) + distribution[tokens].log()
-        chosen: list[int] = tokens[noisy.topk(min(count, len(tokens))).indices].tolist()
-        return chosen
-    numbers = streams.uniform(Purpose.DRAFT, torch.arange(first, first + count, device=distribution.device))[row]
-    remaining, out = distribution[None].clone(), []
-    for number in numbers[: len(tokens)]:
-        token = int(inverse_cdf(remaining, number[None])[0])
-        out.append(token)
-        remaining[0, token] = 0
+
+def _without_replacement(
+    probs: torch.Tensor, counts: Sequence[int], numbers: torch.Tensor, firsts: Sequence[int]
+) -> list[list[int]]:
+    """Draw counts[n] tokens from each of probs [N, V] by numbers[n] from firsts[n] on."""
+    remaining, out = probs.clone(), [list[int]() for _ in counts]
+    for k in range(max(counts)):
+        drawn = [n for n, count in enumerate(counts) if count > k]
+        index, at = to_device([(n, firsts[n] + k) for n in drawn], probs.device).unbind(1)
+        tokens = inverse_cdf(remaining[index], numbers[index, at])
+        remaining[index, tokens] = 0
+        for n, token in zip(drawn, tokens.tolist(), strict=True):
+            out[n].append(token)
     return out
