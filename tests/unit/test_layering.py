@@ -49,7 +49,7 @@ ORDER = {
     ),
     "models/huggingface": (
         "config_sizes left_out paged_chains < attention < operations < frozen < experts < joined < linears < "
-        "layer_inputs < family_layers < model fused < causal selective_scan < seq2seq states < recurrent < early_exit "
+        "layer_inputs updates < family_layers < model fused < causal selective_scan < seq2seq states < recurrent < early_exit "
         "self_check"
     ),
     "models/gguf": (

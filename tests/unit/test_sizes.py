@@ -25,7 +25,7 @@ MOST = {
     "foresay_lab/report": 819,
     "foresay_lab/training": 3375,
     "foresay_lab/workers": 517,
-    "generation": 1925,
+    "generation": 1952,
     "integrations": 790,
     "lengths": 1172,
     "models": 985,
@@ -35,15 +35,15 @@ MOST = {
     "models/families": 1179,
     "models/gguf": 2404,
     "models/gpu": 3085,
-    "models/huggingface": 3549,
+    "models/huggingface": 3590,
     "models/llama_cpp": 458,
     "models/sources": 4566,
     "records": 1085,
     "server": 5980,
     "spec": 1325,
     "text": 4926,
-    "kernels in C++": 4215,
-    "tests": 61065,
+    "kernels in C++": 4217,
+    "tests": 61134,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

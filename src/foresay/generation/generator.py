@@ -20,18 +20,18 @@ from foresay import distributed
 from foresay.checks import check_flag, check_has
 from foresay.decoding.acceptance import RULES, Speculative
 from foresay.decoding.protocols import Drafter, LengthPolicy, Observer, Rule
-from foresay.decoding.randomness import derive
 from foresay.decoding.sampling_params import MAX_SEED, SamplingChanges, SamplingParams
 from foresay.engine import Engine
 from foresay.engine.chunked_prefill import OFFLINE_WAIT_S, WAIT_S
 from foresay.engine.prefixes import PrefixStore
-from foresay.errors import ConfigError, PromptError
+from foresay.errors import ConfigError
 from foresay.generation.kept_prompts import KeptPrompts
 from foresay.generation.result import Chunk, Generation
-from foresay.generation.session import Session
+from foresay.generation.session import Session, requests_of
 from foresay.generation.session_thread import SessionThread
 from foresay.lengths import LENGTHS, ConstantLength
 from foresay.lengths.broadcast import BroadcastLength
+from foresay.models.huggingface.updates import update
 from foresay.models.sources.wrapping import LoadedModel
 from foresay.spec.expressions import to_expression
 from foresay.spec.recipe import DrafterBuilder, Resources
@@ -119,6 +119,31 @@ class Generator:
             self.kept_prompts.close()
         for memory in () if self.resources is None else self.resources.memories.values():
             memory.close()
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int:
+        """Copy new values into the target's weights, in place, and drop what was computed with the old ones.
+
+        For a target that was given as a model object, between rounds of rollouts. Drafts stay as they are.
+
+        Args:
+            weights: transformers' names of weights and their values, such as another model's `named_parameters()`.
+
+        Returns:
+            The number of weights.
+
+        Raises:
+            ConfigError: Packed weights, open requests, kept prompts; names, shapes and numbers that do not fit.
+        """
+        engine = None if self._latest is None else self._latest()
+        if (engine is not None and engine.has_work) or any(one.has_work for one in self._live.present()):
+            raise ConfigError("cannot be changed while requests are open", param="weights")
+        if self.kept_prompts is not None:
+            raise ConfigError(
+                "and {keep_prompts} contradict: kept prompts are of the old ones", param="weights", keep_prompts=...
+            )
+        count = update(self.target.model, weights)
+        self._live.close()
+        return count
 
     def __enter__(self) -> Self:
         return self
@@ -342,7 +367,7 @@ class Generator:
         if self._is_shared:
             text = "accepts requests at any time, which several processes cannot do in the same order; use generate"
             raise ConfigError(text, param="astream")
-        requests = _requests(prompt, params, changes)
+        requests = requests_of(prompt, params, changes)
         async with aclosing(self._live.chunks(requests)) as chunks:
             async for index, chunk in chunks:
                 if chunk.error is not None and not is_batch(prompt):
@@ -353,35 +378,10 @@ class Generator:
         self, prompt: Any, params: Any, changes: Mapping[str, Any], *, text: bool
     ) -> tuple[Session, dict[int, int]]:
         """Return a session with all prompts and the index of each request; raises before decoding if one prompt is invalid."""
-        requests = _requests(prompt, params, changes)
+        requests = requests_of(prompt, params, changes)
         session = self.session(prefill_wait_s=OFFLINE_WAIT_S)
         numbers = [session.submit(one, final, text=text) for one, final in requests]
         return session, {number: index for index, number in enumerate(numbers)}
-
-
-def _requests(prompt: Any, params: Any, changes: Mapping[str, Any]) -> list[tuple[Prompt, SamplingParams]]:
-    """Return each prompt with its parameters. One seed for several prompts is used for the first; the others are derived."""
-    prompts = list(prompt) if is_batch(prompt) else [prompt]
-    if any(map(is_batch, prompts)):
-        raise PromptError("a list of prompts contains a list of prompts; give one list")
-    is_one_each = isinstance(params, Iterable) and not isinstance(params, str | Mapping)
-    if not is_one_each:
-        shared = SamplingParams.of(params, **changes)
-        return [(one, seeded(shared, i)) for i, one in enumerate(prompts)]
-    each = list(params)
-    if len(each) != len(prompts):
-        raise ConfigError(f"are {len(each)} for {len(prompts)} prompts; give one, or one for each", param="params")
-    final = [SamplingParams.of(one, **changes) for one in each]
-    if changes.get("seed") is not None:
-        final = [seeded(one, i) for i, one in enumerate(final)]
-    return list(zip(prompts, final, strict=True))
-
-
-def seeded(params: SamplingParams, index: int) -> SamplingParams:
-    """Return the parameters of the index-th prompt of a call: with equal seeds the outputs would not be independent."""
-    if params.seed is None or index == 0:
-        return params
-    return replace(params, seed=derive(params.seed, index))
 
 
 def _run(session: Session, index_of: Mapping[int, int], *, single: bool) -> Iterator[Chunk]:

@@ -7,19 +7,21 @@ thread-safe.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from foresay.checks import check_has, check_int
 from foresay.decoding.outcome import FinishReason, Step
 from foresay.decoding.protocols import PreparedPrompt
+from foresay.decoding.randomness import derive
 from foresay.decoding.rows import StopCondition
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Engine, Stats
-from foresay.errors import ConfigError, QueueFullError, RequestError
+from foresay.errors import ConfigError, PromptError, QueueFullError, RequestError
 from foresay.generation.result import Chunk, Generation
 from foresay.models.sources.wrapping import LoadedModel
-from foresay.text.prompts import Prompt, encode
+from foresay.text.prompts import Prompt, encode, is_batch
 from foresay.text.stream import Detokenizer, StopStrings, TextStream
 
 _serials = itertools.count()
@@ -206,3 +208,28 @@ def failed_step(number: int, error: Exception) -> Step:
     reason = RequestError(number, f"the target raised {type(error).__name__}: {error}")
     reason.__cause__ = error
     return Step(number, (), (), 0, 0, finish_reason=FinishReason.ERROR, error=reason)
+
+
+def requests_of(prompt: Any, params: Any, changes: Mapping[str, Any]) -> list[tuple[Prompt, SamplingParams]]:
+    """Return each prompt with its parameters. One seed for several prompts is used for the first; the others are derived."""
+    prompts = list(prompt) if is_batch(prompt) else [prompt]
+    if any(map(is_batch, prompts)):
+        raise PromptError("a list of prompts contains a list of prompts; give one list")
+    is_one_each = isinstance(params, Iterable) and not isinstance(params, str | Mapping)
+    if not is_one_each:
+        shared = SamplingParams.of(params, **changes)
+        return [(one, seeded(shared, i)) for i, one in enumerate(prompts)]
+    each = list(params)
+    if len(each) != len(prompts):
+        raise ConfigError(f"are {len(each)} for {len(prompts)} prompts; give one, or one for each", param="params")
+    final = [SamplingParams.of(one, **changes) for one in each]
+    if changes.get("seed") is not None:
+        final = [seeded(one, i) for i, one in enumerate(final)]
+    return list(zip(prompts, final, strict=True))
+
+
+def seeded(params: SamplingParams, index: int) -> SamplingParams:
+    """Return the parameters of the index-th prompt of a call: with equal seeds the outputs would not be independent."""
+    if params.seed is None or index == 0:
+        return params
+    return replace(params, seed=derive(params.seed, index))

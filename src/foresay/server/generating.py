@@ -20,8 +20,8 @@ from starlette.types import Receive, Scope, Send
 from foresay.decoding.outcome import TokenLogprob
 from foresay.decoding.sampling_params import LogitsProcessor, SamplingParams
 from foresay.errors import ConfigError
-from foresay.generation.generator import seeded
 from foresay.generation.result import Chunk
+from foresay.generation.session import seeded
 from foresay.server.drafting_choice import DraftingChoice
 from foresay.server.errors import CLIENT_CLOSED, ApiError, FieldError, as_api_error, as_api_errors
 from foresay.server.events import Echo, Output, Reply

@@ -30,8 +30,8 @@ from foresay_lab.worth import Gain
 
 _TOKENS = 48
 """Most tokens of an output."""
-_RECORDED, _PREDICTED = 0.35, 0.6
-"""Shares of the time after which no further outputs are recorded, and no further methods predicted."""
+_RECORDED, _PREDICTED, _LIVE = 0.2, 0.5, 0.5
+"""Shares of the time after which no output is recorded and no further method predicted, and of the rest for live runs."""
 _PROBE = 64
 """Tokens of a prompt whose prefill is timed."""
 
@@ -54,7 +54,7 @@ def run(given: Given) -> int:
     busy = timed.busy
     if not busy:
         with loading(f"Running {found[0].method.name} live"):
-            left = began + seconds - monotonic()
+            left = _LIVE * (began + seconds - monotonic())
             found[0], busy = worth.run_live(target, recording, timed.profile, found[0], left)
     _show(target, found, busy, as_json=given.json)
     return 0

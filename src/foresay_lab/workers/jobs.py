@@ -14,8 +14,8 @@ import torch
 
 from foresay.engine.chunked_prefill import OFFLINE_WAIT_S
 from foresay.errors import ForesayError
-from foresay.generation.generator import seeded
 from foresay.generation.load import load
+from foresay.generation.session import seeded
 from foresay.text.prompts import as_chat
 from foresay_lab.bench.executor import BenchExecutor
 from foresay_lab.bench.settings import BenchSettings

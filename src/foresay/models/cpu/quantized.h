@@ -10,7 +10,6 @@
 namespace foresay {
 
 constexpr int64_t PANEL = 32, GROUP = 32, SUPER = 256, ROWS_AT_ONCE = 96;
-constexpr int64_t NEAR = SUPER / 2; // depths ahead at which weights are prefetched that are multiplied as they are decoded
 constexpr int VECTORS = PANEL / LANES;
 
 // LEVELS_*: bits of a level. Weights of a panel, in units of 64 bytes:
@@ -114,8 +113,11 @@ template <int KIND> inline Words table_levels(Words codes) {
 #endif
 }
 
+// Depths ahead at which weights are prefetched that are multiplied as they are decoded.
+constexpr int64_t near_of(int64_t kind) { return width_of(kind) < 4 ? SUPER : SUPER / 2; }
+
 // Levels of a panel, from a first unit on, which need decoding. AHEAD: depths further on of which those are prefetched, or 0.
-template <int BITS, int64_t AHEAD = NEAR> struct Packed {
+template <int BITS, int64_t AHEAD = near_of(BITS)> struct Packed {
     static constexpr int PARTS = width_of(BITS) == 3 ? 4 : 2; // times four depths that are stored together
     const uint8_t *weights;
 
