@@ -37,13 +37,13 @@ MOST = {
     "models/gpu": 3085,
     "models/huggingface": 3590,
     "models/llama_cpp": 458,
-    "models/sources": 4566,
+    "models/sources": 4571,
     "records": 1085,
     "server": 5980,
     "spec": 1325,
     "text": 4926,
     "kernels in C++": 4217,
-    "tests": 61134,
+    "tests": 61143,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

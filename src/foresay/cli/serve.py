@@ -60,7 +60,7 @@ def _settings(given: Given, max_loaded: int) -> ServerSettings:
 def _models(given: Given, source: str | None) -> Models | None:
     """Return the models of a settings file that names several, or None. Raises ConfigError for options of a single model."""
     found = read_models(source) if source is not None and is_settings(source) else None
-    for flag, value in (("--name", given.name), ("--draft", given.draft)):
+    for flag, value in (("--name", given.name), ("--draft", given.draft), ("--lora", given.lora)):
         if found and value:
             text = f"is for one model, and {source} has a table of models; set name and drafter of each there"
             raise ConfigError(text, param=flag)

@@ -106,6 +106,7 @@ REFUSED = [
     (BOTH, ["--keep-prompts-gb", "2"], "--keep-prompts-gb 2 needs --keep-prompts"),
     (BOTH, ["--name", "x"], "--name is for one model, and "),
     (BOTH, ["--draft", "{folder}"], "--draft is for one model, and "),
+    (BOTH, ["--lora", "{folder}"], "--lora is for one model, and "),
     ('dtype = "fp32"\n' + BOTH, [], "models.toml: dtype='fp32'"),
     ("models = 3", [], "models.toml: models=3"),
     ("[models]", [], "models.toml: models={{}}"),

@@ -225,11 +225,16 @@ def _of_pattern(values: Mapping[str, Any], field: str, module: str, default: Any
 def _of_gguf(adapter: Adapter, model: Any) -> Iterator[_Change]:
     """Read a GGUF file in llama.cpp's layout."""
     header = read_header(adapter.path)
-    kind, alpha = header.values.get("adapter.type"), float(header.values.get("adapter.lora.alpha", 0.0))
+    kind, alpha = header.values.get("adapter.type"), header.values.get("adapter.lora.alpha", 0.0)
     if header.values.get("general.type") != "adapter" or kind != "lora":
         raise ModelLoadError(
             f"{adapter.path.name!r} is no low-rank adapter, but {header.values.get('general.type', 'a model')!r}"
         )
+    read = ("adapter.type", "adapter.lora.alpha")
+    other = [key for key in (*header.values, *header.lists) if key.startswith("adapter.") and key not in read]
+    if other or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        found = other[0] if other else f"adapter.lora.alpha {alpha!r}"
+        raise ModelLoadError(f"{adapter.path.name!r} has {found}, which is not merged")
     names = _gguf_names(header, model, adapter)
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for name, stored in header.tensors.items():

@@ -46,12 +46,16 @@ def write(folder: Path, pairs: Mapping[str, Mapping[str, torch.Tensor]], **value
     return folder
 
 
-def write_adapter(path: Path, pairs: Mapping[str, Mapping[str, torch.Tensor]], alpha: float = 8.0) -> Path:
+def write_adapter(
+    path: Path, pairs: Mapping[str, Mapping[str, torch.Tensor]], alpha: float = 8.0, more: str = ""
+) -> Path:
     """The same in llama.cpp's layout, in which rows of queries are pairs of a head's halves."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
     writer.add_float32("adapter.lora.alpha", alpha)
+    if more:
+        writer.add_array(more, [5, 6])
     for name, pair in pairs.items():
         for factor, one in pair.items():
             writer.add_tensor(f"{name}.weight.lora_{factor.lower()}", one.contiguous().numpy())
@@ -207,6 +211,10 @@ def test_what_is_not_merged_is_refused(tmp_path: Path, folder: Path, pairs: dict
         foresay.load(folder, lora=str(write_gguf(tmp_path / "model.gguf", tiny.llama())))
     with pytest.raises(ModelLoadError, match="which is not merged"):
         foresay.load(folder, lora=str(write_adapter(tmp_path / "a.gguf", {"blk.9.attn_q": pairs[Q]})))
+    for given in ({"more": "adapter.alora.invocation_tokens"}, {"alpha": float("nan")}):
+        file = write_adapter(tmp_path / "b.gguf", {"blk.1.ffn_down": pairs[DOWN]}, **given)
+        with pytest.raises(ModelLoadError, match=r"adapter\.(alora|lora\.alpha).*which is not merged"):
+            foresay.load(folder, lora=str(file))
     tied = tiny.save(tmp_path / "tied", tiny.llama(tie_word_embeddings=True))
     with pytest.raises(ModelLoadError, match="also that of"):
         foresay.load(tied, lora=str(write(tmp_path / "lora", {"lm_head": factors(tiny.llama(), "lm_head")})))
