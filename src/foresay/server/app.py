@@ -314,5 +314,7 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
 
 
 def _model(name: str, entry: Entry, created: int) -> dict[str, Any]:
-    known = {} if entry.length is None else {"max_model_len": entry.length}
+    known: dict[str, Any] = {} if entry.length is None else {"max_model_len": entry.length}
+    if entry.served is not None:
+        known["foresay"] = entry.served.facts()
     return {"id": name, "object": "model", "created": created, "owned_by": "foresay", "root": entry.name, **known}

@@ -10,7 +10,10 @@ from importlib.resources import files
 from fastapi import FastAPI
 from fastapi.responses import Response
 
-_SCRIPTS = ("vendor/marked.umd.js", "dom.js", "markdown.js", "panel.js", "chat.js", "page.js")
+_SCRIPTS = (
+    *("vendor/marked.umd.js", "dom.js", "code.js", "markdown.js", "panel.js"),
+    *("chat.js", "talks.js", "page.js"),
+)
 PAGE_FILES = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),

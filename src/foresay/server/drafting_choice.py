@@ -5,22 +5,30 @@ Owns that rule. Knows no engine.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from foresay.decoding.acceptance import RULES
 from foresay.errors import ForesayError
+from foresay.generation.generator import Generator
 from foresay.lengths import LENGTHS
 from foresay.server.errors import FieldError
 from foresay.server.option_fields import Drafting
-from foresay.spec.expressions import parse
+from foresay.spec.expressions import parse, to_expression
 from foresay.spec.recipes import named, read_drafter, read_length, read_rule
 
 MEMORY_SETTINGS = frozenset({"keep", "max_contexts", "max_tokens"})
 """Settings with which n-gram drafters keep text between requests."""
 LOADING_LENGTHS = frozenset({"acceptance"})
 """Length policies that read files."""
+_CHOICES: dict[str, tuple[Callable[[Any], Any], frozenset[str]]] = {
+    "drafter": (read_drafter, frozenset({*named("lookup"), "none"})),
+    "length": (read_length, frozenset(LENGTHS) - LOADING_LENGTHS),
+    "rule": (read_rule, frozenset(RULES)),
+}
+"""Field -> how its value is read, and the names that it may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +44,23 @@ class DraftingChoice:
         """Return the choice of a request. Raises ApiError for an unknown method or one that would load a file."""
         if requested is None:
             return DraftingChoice()
-        if requested.drafter is not None:
-            _read("drafter", requested.drafter, read_drafter, frozenset({*named("lookup"), "none"}))
-        if requested.length is not None:
-            _read("length", requested.length, read_length, frozenset(LENGTHS) - LOADING_LENGTHS)
-        if requested.rule is not None:
-            _read("rule", requested.rule, read_rule, frozenset(RULES))
+        for field, (read, allowed) in _CHOICES.items():
+            if (value := getattr(requested, field)) is not None:
+                _read(field, value, read, allowed)
         return DraftingChoice(requested.drafter, requested.length, requested.rule)
+
+
+def drafting_facts(generator: Generator) -> dict[str, Any]:
+    """Return the names of a model's drafting methods and of those that a request may choose, without settings: some are paths."""
+    found = re.findall(r"(?<![^\s(,=])\w+(?=[(),]|$)", generator.drafter_name)
+    first, *others = [one for one in found if one in {*named(), "none"}] or ["other"]
+    length, rule = to_expression(generator.policy, LENGTHS), to_expression(generator.rule, RULES)
+    return {
+        "drafter": f"{first}({', '.join(others)})" if others else first,
+        "length": length.partition("(")[0],
+        "rule": rule.partition("(")[0],
+        "choices": {field: sorted(allowed) for field, (_, allowed) in _CHOICES.items()},
+    }
 
 
 def _harmless(name: str | None, value: object) -> bool:

@@ -30,7 +30,7 @@ from foresay.generation.session import Session
 from foresay.models.cache.memory import check_limit
 from foresay.models.huggingface.linears import resident_bytes
 from foresay.server.acceptance import Acceptance
-from foresay.server.drafting_choice import DraftingChoice
+from foresay.server.drafting_choice import DraftingChoice, drafting_facts
 from foresay.server.errors import FieldError
 from foresay.server.metrics import Clock
 from foresay.server.output_fields import Constraint
@@ -102,6 +102,17 @@ class Served:
         if self.generator.tokenizer is None:
             raise FieldError("prompt", ": this model was loaded without a tokenizer; send token ids")
         return self.generator.tokenizer
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the list of models reports of a loaded one. Clients never see paths."""
+        target = self.generator.target
+        return {
+            "precision": target.precision,
+            "weight_bytes": self.weight_bytes,
+            "device": str(target.model.device),
+            "chat_template": bool(getattr(target.tokenizer, "chat_template", None)),
+            **drafting_facts(self.generator),
+        }
 
     def owned(self, params: SamplingParams, state: Any, salt: str | None = None) -> SamplingParams:
         """Return parameters with the owner of what a request shares: its API key, which `state` has, and the client's salt."""

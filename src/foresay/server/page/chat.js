@@ -1,39 +1,58 @@
 "use strict";
-// The conversation: turns of a message and its answers, kept in this browser's storage. A turn keeps the settings that it
-// was sent with, so that a comparison sends the same request again.
+// Turns: a message with its answers and the settings that it was sent with, so that a comparison sends the same request again.
 
-const STORED = "foresay.chat.1";
-const SWITCHES = ["draft", "compare", "origins"];
-const FIELDS = ["temperature", "tokens", "system", "model"];
+const SAMPLING = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens"];
+// a speed-up from which on `foresay worth` calls it a gain
+const PAYS = 1.05;
+// the server's models by name, as it listed them last
+let models = new Map();
+// the conversation that is shown
 let turns = [];
-// the conversation before the last message, until that has its first token
+// it before the last message, until that has its first token
 let earlierTurns = null;
 
-function chosenModel() {
-  // the kept one until the server has named its models
-  return at("model").value || at("model").dataset.kept || "";
-}
-
-function keepModel(name) {
-  at("model").dataset.kept = name;
-  if ([...at("model").options].some((one) => one.value === name)) at("model").value = name;
-}
+// undefined until the server has loaded the model
+const factsOf = (name) => (models.get(name) ?? [...models.values()][0])?.foresay;
+const isText = (name) => factsOf(name)?.chat_template === false;
 
 function newTurn(text) {
-  const seed = Math.floor(Math.random() * 2 ** 31);
-  const [temperature, max_tokens] = [Number(at("temperature").value), Number(at("tokens").value)];
+  const given = SAMPLING.filter((name) => at(name).value !== "").map((name) => [name, Number(at(name).value)]);
+  const sampling = { seed: Math.floor(Math.random() * 2 ** 31), ...Object.fromEntries(given) };
   const model = at("model").length > 1 ? at("model").value : "";
-  return { text, system: at("system").value.trim(), model, temperature, max_tokens, seed, answers: [] };
+  const drafter = at("drafter").value === "none" ? "" : at("drafter").value;
+  return { text, system: at("system").value.trim(), model, drafter, length: at("length").value, sampling, answers: [] };
 }
 
-function bodyOf(turn) {
-  const { system, model, temperature, max_tokens, seed } = turn;
+function bodyOf(turn, answer) {
+  // the path and body of a request; an answer that has text is continued
+  const { system, model, sampling, drafter, length } = turn;
+  const method = answer.kind === "plain" ? { drafter: "none" } : { ...(drafter && { drafter }), ...(length && { length }) };
+  const body = { ...(model && { model }), ...sampling, stream: true, foresay: { origins: true, stats: true, ...method } };
+  const earlier = turns.slice(0, turns.indexOf(turn));
+  if (isText(model)) {
+    // without a template a conversation is one text
+    const texts = [system, ...earlier.flatMap(({ text, answers }) => [text + answers[0].text]), turn.text + answer.text];
+    const most = models.get(model)?.max_model_len ?? [...models.values()][0].max_model_len;
+    return ["v1/completions", { ...body, max_tokens: body.max_tokens ?? most, prompt: texts.filter(Boolean).join("\n") }];
+  }
   const messages = system ? [{ role: "system", content: system }] : [];
-  for (const earlier of turns.slice(0, turns.indexOf(turn))) {
-    messages.push({ role: "user", content: earlier.text }, { role: "assistant", content: earlier.answers[0].text });
+  for (const { text, answers } of earlier) {
+    messages.push({ role: "user", content: text }, { role: "assistant", content: answers[0].text });
   }
   messages.push({ role: "user", content: turn.text });
-  return { ...(model ? { model } : {}), messages, temperature, max_tokens, seed };
+  if (answer.text) messages.push({ role: "assistant", content: answer.text });
+  return ["v1/chat/completions", { ...body, messages, ...(answer.text && { continue_final_message: true }) }];
+}
+
+async function sent(turn, answer, signal) {
+  const post = ([path, body]) => request(path, { method: "POST", body: JSON.stringify(body), signal });
+  const isKnown = factsOf(turn.model);
+  return post(bodyOf(turn, answer)).catch(async (error) => {
+    // a model that was not loaded may turn out to have no chat template
+    if (error.name !== "AbortError" && !isKnown) await showModels().catch(() => {});
+    if (isKnown || !isText(turn.model)) throw error;
+    return post(bodyOf(turn, answer));
+  });
 }
 
 function isNoise(speedUp, spread, perPass) {
@@ -41,69 +60,26 @@ function isNoise(speedUp, spread, perPass) {
   return Math.abs(speedUp - 1) <= spread || (perPass !== null && speedUp > Math.max(1, perPass));
 }
 
+function speedOf(turn, fast, plain) {
+  // the sentence of `foresay worth`, for one run each
+  const [ratio, passes] = [rate(fast) / rate(plain), perPass(fast)];
+  if (!(ratio > 0 && ratio < Infinity)) return "";
+  const noise = isNoise(ratio, plain.spread, passes);
+  const opening = noise ? "The difference is noise" : ratio >= PAYS ? "It pays here" : "Nothing gains here";
+  const reason = ratio > Math.max(1, passes ?? Infinity) ? `above its ${passes.toFixed(2)} tokens per pass`
+    : `the halves of the plain run differ by ${Math.round(100 * plain.spread)}%`;
+  const name = turn.drafter || "the default drafter";
+  return `${opening}: ${name} is ${noise ? "~" : ""}${ratio.toFixed(2)}x of plain decoding, one run each${noise ? ` (~: ${reason})` : ""}`;
+}
+
 function comparison(turn) {
   const [fast, plain] = ["speculation", "plain"].map((kind) => turn.answers.find((one) => one.kind === kind));
-  if (!fast?.complete || !plain?.complete) return "";
+  if (!fast?.reason || !plain?.reason) return "";
   const [one, other] = [fast, plain].map(({ pieces }) => pieces.map(([text]) => text).join(""));
-  const ratio = fast.rate && plain.rate ? fast.rate / plain.rate : 0;
-  const perPass = fast.perPass ?? null;
-  const [mark, reason] = isNoise(ratio, 0, perPass) ? ["~", ` (~ noise at ${perPass?.toFixed(2) ?? "–"} tokens per pass)`] : ["", ""];
-  const speed = ratio ? ` Speculation: ${mark}${ratio.toFixed(2)} times the tokens per second, one run each${reason}.` : "";
-  if (one === other) return `Both texts are the same.${speed}`;
-  if (!fast.exact) return `The texts differ: this server's acceptance rule is not exact.${speed}`;
-  if (turn.temperature > 0) return `The texts differ because they are sampled: two draws from one distribution.${speed}`;
-  return `The texts differ at temperature 0: two tokens scored the same up to rounding, or this is an error.${speed}`;
-}
-
-function merged(pieces) {
-  const out = [];
-  for (const [text, origin] of pieces) {
-    if (out.at(-1)?.[1] === origin) out.at(-1)[0] += text;
-    else out.push([text, origin]);
-  }
-  return out;
-}
-
-function save() {
-  const isAnswered = turns.at(-1)?.answers.some(isKept);
-  const kept = (earlierTurns && !isAnswered ? earlierTurns : turns)
-    .map((turn) => ({ ...turn, answers: turn.answers.filter(isKept) }))
-    .filter((turn) => turn.answers.length);
-  for (const turn of kept) turn.answers = turn.answers.map((answer) => ({ ...answer, pieces: merged(answer.pieces) }));
-  const switches = SWITCHES.map((id) => [id, at(id).checked]);
-  const fields = FIELDS.map((id) => [id, id === "model" ? chosenModel() : at(id).value]);
-  try {
-    localStorage.setItem(STORED, JSON.stringify({ turns: kept, switches, fields }));
-  } catch {
-    at("problem").textContent = "this conversation is not kept: the browser's storage is full or switched off";
-  }
-}
-
-function isAnswer(answer) {
-  const texts = [answer.text, answer.reasoning, answer.figures].every((one) => typeof one === "string");
-  const pieces = answer.pieces.every(([text, origin]) => typeof text === "string" && ORIGINS.includes(origin));
-  const numbers = [answer.rate, answer.perPass ?? null].every((one) => one === null || Number.isFinite(one));
-  return texts && pieces && numbers && answer.kind in TITLES;
-}
-
-function isTurn({ text, system, model = "", temperature, max_tokens, seed, answers }) {
-  const numbers = [temperature, max_tokens, seed].every(Number.isFinite);
-  const texts = [text, system, model].every((one) => typeof one === "string");
-  return texts && numbers && answers.length > 0 && answers.every(isAnswer);
-}
-
-function load() {
-  try {
-    const kept = JSON.parse(localStorage.getItem(STORED));
-    if (!kept) return;
-    if (!kept.turns.every(isTurn)) throw new Error("not a conversation");
-    turns = kept.turns;
-    for (const [id, value] of kept.switches) if (SWITCHES.includes(id)) at(id).checked = value === true;
-    for (const [id, value] of kept.fields) {
-      if (id === "model") keepModel(String(value));
-      else if (FIELDS.includes(id)) at(id).value = value;
-    }
-  } catch {
-    at("problem").textContent = "the conversation that this browser kept cannot be read";
-  }
+  const texts = one === other ? "both texts are the same"
+    : !fast.exact ? "the texts differ: this server's acceptance rule is not exact"
+    : turn.sampling.temperature !== 0 ? "the texts differ because they are sampled: two draws from one distribution"
+    : "the texts differ at temperature 0: two tokens scored the same up to rounding, or this is an error";
+  const sentence = [speedOf(turn, fast, plain), texts].filter(Boolean).join("; ");
+  return `${sentence[0].toUpperCase()}${sentence.slice(1)}.`;
 }

@@ -1,7 +1,8 @@
 "use strict";
-// Elements and the clipboard.
+// Elements, the clipboard and files.
 
 const at = (id) => document.getElementById(id);
+const report = (text) => (at("problem").textContent = text);
 
 function made(kind, children = [], properties = {}) {
   // strings become text nodes: no text is ever parsed as HTML
@@ -17,7 +18,7 @@ function append(kind, parent, className, text = "") {
 }
 
 function button(text, label, action) {
-  const element = made("button", [text], { type: "button", ariaLabel: label });
+  const element = made("button", [text], { type: "button", ...(label ? { ariaLabel: label } : {}) });
   element.addEventListener("click", action);
   return element;
 }
@@ -45,4 +46,17 @@ function copyButton(label, text) {
     setTimeout(() => (element.textContent = "Copy"), 2000);
   });
   return element;
+}
+
+function download(title, ending, type, text) {
+  const href = URL.createObjectURL(new Blob([text], { type: `${type};charset=utf-8` }));
+  const name = title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60).replace(/^-|-$/g, "") || "conversation";
+  made("a", [], { href, download: `${name}.${ending}` }).click();
+  setTimeout(() => URL.revokeObjectURL(href), 10_000);
+}
+
+function grow(field) {
+  // as many rows as the text has, up to the height that the style sheet allows
+  field.rows = 1;
+  while (field.rows < 16 && field.scrollHeight > field.clientHeight) field.rows += 1;
 }

@@ -3,6 +3,7 @@
 // removed from it: what is not made here does not exist. HTML in an answer is shown as text, images are links.
 
 const TAGS = Object.fromEntries(["strong", "em", "del", "blockquote", "br", "hr"].map((name) => [name, name]));
+const INLINE = new Set(Object.keys(TAGS).filter((name) => name !== "blockquote"));
 Object.assign(TAGS, { paragraph: "p", list_item: "li" });
 const SAFE = /^(https?:|mailto:)/i;
 const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0", ndash: "–", mdash: "—", hellip: "…",
@@ -30,27 +31,28 @@ function link(token, children) {
 function codeBlock(token) {
   const language = (token.lang ?? "").split(/\s/)[0];
   const bar = made("div", [made("span", [language]), copyButton("Copy code", () => token.text)], { className: "bar" });
-  const code = made("pre", [made("code", [token.text])], { tabIndex: 0, role: "region", ariaLabel: `Code ${language}`.trim() });
-  return made("div", [bar, code], { className: "code" });
+  const code = made("pre", [made("code", coloured(token.text, language))], { tabIndex: 0, role: "region", ariaLabel: `Code ${language}`.trim() });
+  return made("div", [bar, code], { className: "code", dir: "ltr" });
 }
 
 function table(token) {
   const row = (kind) => (cells) =>
-    made("tr", cells.map((cell) => made(kind, nodes(cell.tokens), { className: cell.align ?? "" })));
+    made("tr", cells.map((cell) => made(kind, nodes(cell.tokens), { className: cell.align ?? "", dir: "auto" })));
   const parts = [made("thead", [token.header].map(row("th"))), made("tbody", token.rows.map(row("td")))];
   return made("div", [made("table", parts)], { className: "wide", tabIndex: 0, role: "region", ariaLabel: "Table" });
 }
 
 function list(token) {
   const items = nodes(token.items);
-  return token.ordered ? made("ol", items, { start: token.start }) : made("ul", items);
+  return token.ordered ? made("ol", items, { start: token.start, dir: "auto" }) : made("ul", items, { dir: "auto" });
 }
 
 function node(token) {
-  if (token.type in TAGS) return made(TAGS[token.type], nodes(token.tokens ?? []));
+  // each block has the direction of its own text
+  if (token.type in TAGS) return made(TAGS[token.type], nodes(token.tokens ?? []), INLINE.has(token.type) ? {} : { dir: "auto" });
   switch (token.type) {
     // the page has a heading of its own, and so has each answer
-    case "heading": return made(`h${Math.min(6, token.depth + 2)}`, nodes(token.tokens));
+    case "heading": return made(`h${Math.min(6, token.depth + 2)}`, nodes(token.tokens), { dir: "auto" });
     case "code": return codeBlock(token);
     case "codespan": return made("code", [token.text]);
     case "list": return list(token);
@@ -76,12 +78,12 @@ function showMarkdown(element, text) {
     const blocks = tokens.filter((one) => one.type !== "space" && one.type !== "def");
     let same = 0;
     while (same < Math.min(old.length, blocks.length) && old[same] === blocks[same].raw) same++;
-    const fresh = nodes(blocks.slice(same)).map((one) => (typeof one === "string" ? made("p", [one]) : one));
+    const fresh = nodes(blocks.slice(same)).map((one) => (typeof one === "string" ? made("p", [one], { dir: "auto" }) : one));
     element.replaceChildren(...[...element.childNodes].slice(0, same), ...fresh);
     shown.set(element, blocks.map((one) => one.raw));
   } catch {
     // nested too deeply, for a recursive parser too
-    element.replaceChildren(made("p", [text], { className: "raw" }));
+    element.replaceChildren(made("p", [text], { className: "raw", dir: "auto" }));
     shown.delete(element);
   }
 }

@@ -7,19 +7,30 @@ let controller = null;
 let editing = null;
 let panels = [];
 
+const failed = ({ message }) => report(message);
+const stop = () => controller?.abort();
+
+function write(text) {
+  at("prompt").value = text;
+  grow(at("prompt"));
+}
+
 function controls(turn, index) {
   const row = made("div", [], { className: "row actions" });
   if (controller) return row;
   const missing = Object.keys(TITLES).find((kind) => turn.answers.every((one) => one.kind !== kind));
+  const cut = turn.answers.filter((one) => one.reason !== "stop" && one.text);
   row.append(copyButton(`Copy answer ${index + 1}`, () => turn.answers[0].text));
   if (index === turns.length - 1) {
+    if (cut.length) row.append(button("Continue", `Continue answer ${index + 1}`, () => answerAll(turn, cut)));
     row.append(button("Regenerate", `Regenerate answer ${index + 1}`, () => ask(turn.text, index)));
   }
   if (missing) {
-    const title = `Compare: ${TITLES[missing]}`;
-    row.append(button(title, `${title}, answer ${index + 1}`, () => answerAll(turn, [missing])));
+    const title = `Race: ${TITLES[missing]}`;
+    row.append(button(title, `${title}, answer ${index + 1}`, () => answerAll(turn, [newAnswer(missing)])));
   }
-  append("span", row, "quiet outcome", comparison(turn));
+  append("p", row, "outcome", comparison(turn));
+  if (!missing) append("p", row, "quiet how", "Timed one after the other, each alone; the first was replayed at its recorded times.");
   return row;
 }
 
@@ -27,10 +38,10 @@ function showTurn(turn, index) {
   const box = made("article", [], { className: "turn", ariaLabel: `Message ${index + 1}` });
   at("talk").append(box);
   const message = append("div", box, "message");
-  append("div", message, "words raw", turn.text);
+  append("div", message, "words raw", turn.text).dir = "auto";
   message.append(button("Edit", `Edit message ${index + 1}`, () => edit(index, turn.text)));
   const answers = append("div", box, "answers");
-  panels.push(...turn.answers.map((answer) => new Panel(answers, answer, turn.model)));
+  panels.push(...turn.answers.map((answer) => new Panel(answers, answer, turn)));
   box.append(controls(turn, index));
 }
 
@@ -38,12 +49,31 @@ function show() {
   at("talk").replaceChildren();
   panels = [];
   turns.forEach(showTurn);
+  showStart();
   refresh();
+}
+
+function showStart() {
+  const name = at("model").value;
+  const facts = factsOf(name);
+  at("name").textContent = name || "No model yet";
+  const size = facts && [`${(facts.weight_bytes / 1e6).toFixed(0)} MB`, facts.precision, `on ${facts.device}`].filter(Boolean).join(", ");
+  const length = models.get(name)?.max_model_len;
+  const known = facts && { Weights: size, Context: `${length} tokens`, Drafter: facts.drafter, "Draft length": facts.length,
+    "Acceptance rule": facts.rule, ...(facts.chat_template ? {} : { "Chat template": "none: it continues your text" }) };
+  const rows = Object.entries(known ?? (name ? { State: "loaded with the first message" } : {}));
+  at("facts").replaceChildren(...rows.map(([title, text]) => made("div", [made("dt", [title]), made("dd", [text])])));
+  const choices = facts?.choices ?? {};
+  for (const id of ["drafter", "length"]) {
+    const named = (choices[id] ?? []).map((one) => [one, one === "none" ? "none: plain decoding" : one]);
+    offer(id, [["", `the server's${facts ? `: ${facts[id]}` : ""}`], ...named]);
+  }
+  // next to plain decoding, plain decoding is no race
+  at("compare").disabled = (chosen("drafter") || facts?.drafter) === "none";
 }
 
 function refresh() {
   // what depends on whether a request runs; answers keep their nodes
-  at("legend").hidden = !at("origins").checked;
   at("send").disabled = Boolean(controller);
   at("stop").disabled = !controller;
   [...at("talk").children].forEach((box, index) => {
@@ -54,51 +84,68 @@ function refresh() {
   if (!focused || focused === document.body || focused.disabled) at("prompt").focus();
 }
 
-async function answerAll(turn, kinds) {
-  const mine = new AbortController();
-  const body = bodyOf(turn);
-  controller = mine;
-  following = true;
-  at("problem").textContent = "";
-  at("status").textContent = "Generating";
-  refresh();
+function panelOf(turn, answer) {
   const parent = at("talk").children[turns.indexOf(turn)].querySelector(".answers");
-  try {
-    // one after the other: two at once would slow each other down
-    for (const kind of kinds) {
-      const panel = new Panel(parent, newAnswer(kind), turn.model);
-      panels.push(panel);
-      turn.answers.push(panel.answer);
-      await panel.run(body, mine.signal);
-    }
-  } catch (error) {
-    if (error.name !== "AbortError") at("problem").textContent = error.message;
-  }
-  finish(turn, mine);
+  const panel = panels.find((one) => one.answer === answer) ?? new Panel(parent, answer, turn);
+  panel.state.textContent = " · waits for its turn";
+  if (!panels.includes(panel)) panels.push(panel);
+  if (!turn.answers.includes(answer)) turn.answers.push(answer);
+  return panel;
 }
 
-function finish(turn, mine) {
+async function answerAll(turn, answers) {
+  const [mine, replays] = [new AbortController(), []];
+  controller = mine;
+  following = true;
+  report("");
+  at("status").textContent = "Generating";
+  talk.at = Date.now();
+  refresh();
+  const running = answers.map((answer) => panelOf(turn, answer));
+  running[0].box.parentElement.classList.toggle("race", turn.answers.length > 1);
+  try {
+    // one after the other: two at once would slow each other down; what was recorded is replayed next to a new answer
+    for (const panel of running) {
+      const rivals = panels.filter((one) => one !== panel && one.recorded.length && !one.before && turn.answers.includes(one.answer));
+      if (!panel.answer.passes) replays.push(...rivals.map((one) => one.replay(panel, mine.signal)));
+      await panel.run((signal) => sent(turn, panel.answer, signal), mine.signal);
+    }
+  } catch (error) {
+    if (error.name !== "AbortError") failed(error);
+  }
+  await Promise.all(replays);
   // "New chat" ends a request too, and another one may have begun since
   if (controller !== mine) return;
   controller = null;
   turn.answers = turn.answers.filter(isKept);
-  for (const panel of panels.filter(({ answer }) => !isKept(answer))) panel.box.remove();
+  for (const { box, bar, answer } of panels) {
+    if (!isKept(answer)) box.remove();
+    box.parentElement?.classList.remove("race");
+    bar.hidden = true;
+  }
   panels = panels.filter(({ answer }) => isKept(answer));
   if (at("status").textContent === "Generating") at("status").textContent = "";
   refresh();
   if (following && turn === turns.at(-1)) at("talk").scrollTop = at("talk").scrollHeight;
   save();
+  if (!factsOf(turn.model)) showModels().catch(() => {});
 }
 
 async function ask(text, index) {
   // false if the server refused, or stopped before the first token: the conversation is then as it was
-  if (controller || !["temperature", "tokens"].every((id) => at(id).reportValidity())) return false;
-  if (!(await knowsModels())) return false;
+  const wrong = SAMPLING.map(at).find((one) => !one.checkValidity());
+  if (wrong) at("settings").togglePopover(true);
+  if (controller || wrong?.reportValidity() === false) return false;
+  // else a message would go to the first model, whichever was chosen
+  if (!models.size) await showModels().catch(failed);
+  if (!models.size || controller) return false;
   const before = (earlierTurns = turns);
   const turn = newTurn(text);
   turns = [...turns.slice(0, index), turn];
   show();
-  await answerAll(turn, at("compare").checked ? Object.keys(TITLES) : [at("draft").checked ? "speculation" : "plain"]);
+  const kinds = at("compare").checked && !at("compare").disabled ? Object.keys(TITLES)
+    : [chosen("drafter") === "none" ? "plain" : "speculation"];
+  await answerAll(turn, kinds.map(newAnswer));
   if (earlierTurns === before) earlierTurns = null;
   if (turn.answers.length || !turns.includes(turn)) return true;
   turns = before;
@@ -108,15 +155,14 @@ async function ask(text, index) {
 }
 
 function edit(index, text) {
-  const before = editing ? editing.before : at("prompt").value;
-  editing = { index, before };
+  editing = { index, before: editing?.before ?? at("prompt").value };
   at("editing").hidden = false;
-  at("prompt").value = text;
+  write(text);
   at("prompt").focus();
 }
 
 function endEditing() {
-  if (editing) at("prompt").value = editing.before;
+  if (editing) write(editing.before);
   editing = null;
   at("editing").hidden = true;
 }
@@ -124,48 +170,37 @@ function endEditing() {
 async function send() {
   const text = at("prompt").value.trim();
   if (!text || controller) return;
-  const index = editing ? editing.index : turns.length;
-  const isNew = !editing;
-  if (isNew) at("prompt").value = "";
+  const [index, isNew] = [editing?.index ?? turns.length, !editing];
+  if (isNew) write("");
   endEditing();
   if (await ask(text, index)) return;
-  if (isNew) at("prompt").value = [text, at("prompt").value].filter(Boolean).join("\n");
+  if (isNew) write([text, at("prompt").value].filter(Boolean).join("\n"));
   else edit(index, text);
 }
 
-function stop() {
-  controller?.abort();
-}
-
-function startAgain() {
+function openTalk(one) {
+  // what was written of a running answer is kept
+  if (controller) save();
   stop();
   controller = earlierTurns = null;
-  turns = [];
+  [talk, turns] = [{ ...one }, one.turns];
   endEditing();
   at("problem").textContent = at("status").textContent = "";
   show();
-  save();
+  saveSettings();
+  showTalks();
+  at("chats").togglePopover(false);
+  at("talk").scrollTop = at("talk").scrollHeight;
   at("prompt").focus();
 }
 
 async function showModels() {
   // a model may have several names
   const listed = (await (await request("v1/models")).json()).data.filter(({ id, root }) => id === root);
-  const names = listed.map(({ id }) => id);
-  const wanted = chosenModel();
-  at("model").replaceChildren(...names.map((name) => made("option", [name])));
-  keepModel(wanted);
-  at("model").disabled = names.length < 2;
-}
-
-async function knowsModels() {
-  // else a message would go to the first model, whichever was chosen
-  try {
-    if (!at("model").length) await showModels();
-  } catch (error) {
-    at("problem").textContent = error.message;
-  }
-  return at("model").length > 0 && !controller;
+  models = new Map(listed.map((one) => [one.id, one]));
+  offer("model", listed.map(({ id }) => [id, id]));
+  at("model").disabled = listed.length < 2;
+  showStart();
 }
 
 at("form").addEventListener("submit", (event) => {
@@ -173,44 +208,51 @@ at("form").addEventListener("submit", (event) => {
   send();
 });
 at("prompt").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-    event.preventDefault();
-    at("form").requestSubmit();
-  }
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  at("form").requestSubmit();
 });
 addEventListener("keydown", (event) => {
-  if (event.key !== "Escape" || event.isComposing) return;
+  // Escape closes what is open first
+  if (event.key !== "Escape" || event.isComposing || document.querySelector(":popover-open")) return;
   if (controller) stop();
   else endEditing();
 });
 // scrolling up stops following; scrolling back to the end resumes it
-at("talk").addEventListener("scroll", () => {
-  if (current) following = hiddenPixels(current) < 32;
-});
+at("talk").addEventListener("scroll", () => (following = current ? hiddenPixels(current) < 32 : following));
 addEventListener("resize", follow);
+at("prompt").addEventListener("input", () => grow(at("prompt")));
 at("stop").addEventListener("click", stop);
-at("clear").addEventListener("click", startAgain);
+at("clear").addEventListener("click", () => openTalk(newTalk()));
 at("cancel").addEventListener("click", endEditing);
-at("origins").addEventListener("change", () => {
-  for (const panel of panels) panel.redraw();
-  at("legend").hidden = !at("origins").checked;
-});
-for (const id of [...SWITCHES, ...FIELDS]) at(id).addEventListener("change", save);
-addEventListener("pagehide", () => {
-  if (controller) save();
-});
-// another tab changed the conversation
+at("search").addEventListener("input", showTalks);
+for (const id of [...SWITCHES, ...FIELDS]) {
+  at(id).addEventListener("change", () => {
+    choose(id, at(id).value);
+    saveSettings();
+    showStart();
+    if (id === "origins") for (const panel of panels) panel.redraw();
+  });
+}
+addEventListener("pagehide", () => controller && save());
+// another tab changed a conversation or the settings
 addEventListener("storage", (event) => {
-  if (event.key !== STORED || controller || editing) return;
-  load();
+  if (event.key === SETTINGS) loadSettings();
+  if (!event.key?.startsWith(STORED)) return;
+  if (event.newValue) read(event.key, event.newValue);
+  else talks.delete(event.key.slice(STORED.length));
+  showTalks();
+  if (!event.newValue || event.key !== STORED + talk.id || controller || editing) return;
+  talk = talks.get(talk.id);
+  turns = talk.turns;
   show();
 });
-at("key").addEventListener("change", () => {
-  showModels().then(() => (at("problem").textContent = ""), (error) => (at("problem").textContent = error.message));
-});
+at("key").addEventListener("change", () => showModels().then(() => report(""), failed));
+for (const one of at("examples").children) one.addEventListener("click", () => (write(one.textContent), send()));
 
 load();
 show();
+showTalks();
 at("talk").scrollTop = at("talk").scrollHeight;
-showModels().catch((error) => (at("problem").textContent = error.message));
+showModels().catch(failed);
 at("prompt").focus();

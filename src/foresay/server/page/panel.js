@@ -1,20 +1,19 @@
 "use strict";
-// One answer: its request, its stream and how it is shown.
+// One answer: its request, its stream, how it is shown, and its replay next to one that is decoded now.
 
 const RECENT = 8;
+// milliseconds between two drawings of a growing answer; more where drawing takes long
+const FRAME = 60;
 const TITLES = { speculation: "with speculation", plain: "plain" };
 const ORIGINS = ["draft", "residual", "bonus"];
 // the panel being filled, and true while its end is kept in view
 let current = null;
 let following = true;
 
-function headers() {
-  const key = at("key").value;
-  return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
-}
-
 async function request(path, options = {}) {
-  const answer = await fetch(path, { headers: headers(), ...options }).catch((error) => {
+  const key = at("key").value;
+  const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
+  const answer = await fetch(path, { headers, ...options }).catch((error) => {
     throw error.name === "AbortError" ? error : new Error("the server cannot be reached");
   });
   if (answer.ok) return answer;
@@ -40,37 +39,67 @@ async function* events(answer) {
   }
 }
 
-function hiddenPixels(panel) {
-  // pixels of a panel below the visible part of the conversation
-  return panel.box.getBoundingClientRect().bottom - at("talk").getBoundingClientRect().bottom;
-}
+// pixels of a panel below the visible part of the conversation
+const hiddenPixels = ({ box }) => box.getBoundingClientRect().bottom - at("talk").getBoundingClientRect().bottom;
 
 function follow() {
   if (current && following) at("talk").scrollTop += Math.max(0, hiddenPixels(current));
 }
 
-function isKept(answer) {
-  return answer.complete || answer.pieces.length > 0;
+function newAnswer(kind) {
+  // tokens, passes and seconds are sums over the request and those that continued it; the first pass of each is not timed
+  return { kind, text: "", reasoning: "", pieces: [], tokens: 0, untimed: 0, passes: 0, seconds: 0, wait: 0, reason: "", note: "",
+    spread: 1, exact: true };
 }
 
-function newAnswer(kind) {
-  return { kind, text: "", reasoning: "", pieces: [], figures: "waiting", rate: null, perPass: null, complete: false, exact: true };
+const titleOfAnswer = ({ kind }, drafter) => (kind === "speculation" && drafter ? `with ${drafter}` : TITLES[kind]);
+const isKept = ({ reason, pieces }) => reason !== "" || pieces.length > 0;
+const perPass = ({ tokens, passes }) => (passes ? tokens / passes : null);
+const rate = ({ tokens, untimed, seconds }) => (tokens > untimed && seconds > 0 ? (tokens - untimed) / seconds : null);
+
+function described(answer) {
+  // the rate leaves out the wait for the first tokens, which a second request finds in the cache
+  return [
+    `${rate(answer)?.toFixed(1) ?? "–"} tokens/s`,
+    `${perPass(answer)?.toFixed(2) ?? "–"} tokens per pass`,
+    `${answer.tokens} tokens${answer.reason === "length" ? " (the limit)" : ""}`,
+    `${answer.seconds.toFixed(2)} s`,
+    `first after ${answer.passes ? `${Math.round(answer.wait)} ms` : "–"}`,
+    ...(answer.note ? [answer.note] : []),
+  ];
+}
+
+function spreadOf(passes) {
+  // the relative difference of the two halves of a run: the noise of its speed
+  const speed = (part) => part.slice(1).reduce((sum, one) => sum + one.tokens, 0) / (part.at(-1).ms - part[0].ms);
+  const middle = passes.length >> 1;
+  const found = passes.length < RECENT ? 1 : Math.abs(speed(passes.slice(0, middle + 1)) / speed(passes.slice(middle)) - 1);
+  return Number.isFinite(found) ? found : 1;
 }
 
 class Panel {
-  constructor(parent, answer, model = "") {
-    this.answer = answer;
+  constructor(parent, answer, turn = {}) {
+    this.begin(answer);
     this.box = append("section", parent, "answer");
-    append("h2", this.box, "", [TITLES[answer.kind], model].filter(Boolean).join(" · "));
+    this.title = titleOfAnswer(answer, turn.drafter);
+    this.state = made("span", [], { className: "quiet" });
+    append("h2", this.box, "", [this.title, turn.model].filter(Boolean).join(" · ")).append(this.state);
+    this.bar = made("progress", [], { hidden: true, max: 1, value: 0, ariaLabel: `Tokens ${this.title}` });
     this.reasoning = append("details", this.box, "reasoning");
     append("summary", this.reasoning, "", "Reasoning");
     append("div", this.reasoning, "raw");
     this.text = append("div", this.box, "text");
     this.figures = append("p", this.box, "figures");
-    this.tokens = this.passes = this.undrafted = this.firstTokens = 0;
-    this.began = this.first = this.last = 0;
-    this.frame = 0;
+    this.box.append(this.bar);
+    this.timer = 0;
     this.redraw();
+  }
+
+  begin(answer) {
+    this.answer = answer;
+    // events with their times since the first pass, for a replay
+    this.recorded = [];
+    [this.first, this.undrafted, this.before] = [0, 0, answer.seconds];
   }
 
   redraw() {
@@ -81,9 +110,8 @@ class Panel {
   }
 
   draw() {
-    cancelAnimationFrame(this.frame);
-    this.frame = 0;
-    const { text, reasoning, pieces, figures } = this.answer;
+    clearTimeout(this.timer);
+    const [began, { text, reasoning, pieces, tokens }] = [performance.now(), this.answer];
     const byOrigin = at("origins").checked;
     this.text.classList.toggle("raw", byOrigin);
     this.reasoning.hidden = byOrigin || !reasoning;
@@ -91,72 +119,90 @@ class Panel {
     if (!byOrigin) showMarkdown(this.text, text);
     else for (const [piece, origin] of pieces.slice(this.drawn)) append("span", this.text, origin, piece);
     this.drawn = pieces.length;
-    this.figures.textContent = figures;
+    this.figures.replaceChildren(...described(this.answer).flatMap((one, index) => {
+      const [, number, words] = /^([\d.–]*)(.*)$/.exec(one);
+      return [index ? " · " : "", made("span", [made("b", [number]), words])];
+    }));
+    this.bar.value = tokens;
+    // during a race each text has a part of the height, so that both are seen
+    this.text.scrollTop = this.text.scrollHeight;
     follow();
+    // a long answer must not slow down the server that shares its processor
+    this.timer = 0;
+    this.pause = Math.max(FRAME, 10 * (performance.now() - began));
   }
 
-  take(choice) {
+  take(choice, now = performance.now()) {
+    const { answer, recorded } = this;
+    const { origins, tokens, drafted, draft_error: failure, exact = true } = choice.foresay ?? {};
+    answer.text += choice.delta?.content ?? choice.text ?? "";
+    answer.reasoning += choice.delta?.reasoning_content ?? "";
+    answer.pieces.push(...(origins ?? []));
+    answer.reason = choice.finish_reason ?? answer.reason;
+    answer.exact &&= exact;
+    if (origins) this.count(tokens, drafted, now);
+    recorded.push({ choice, tokens: origins ? tokens : 0, ms: this.first ? now - this.first : 0 });
+    const isIdle = answer.kind !== "plain" && answer.passes && this.undrafted >= Math.min(RECENT, answer.passes);
+    answer.note = failure ? `drafting failed: ${failure}` : isIdle ? "drafting is paused: it would not pay now" : "";
+    if (choice.finish_reason) answer.spread = spreadOf(recorded.filter((one) => one.tokens));
+    this.timer ||= setTimeout(() => this.draw(), this.pause);
+  }
+
+  count(tokens, drafted, now) {
     const { answer } = this;
-    const extension = choice.foresay ?? {};
-    this.last = performance.now();
-    answer.text += choice.delta.content ?? "";
-    answer.reasoning += choice.delta.reasoning_content ?? "";
-    answer.pieces.push(...(extension.origins ?? []));
-    if (choice.finish_reason) answer.complete = true;
-    answer.exact &&= extension.exact ?? true;
-    if (extension.origins) this.count(extension);
-    this.describe(choice.finish_reason, extension.draft_error);
-    this.frame ||= requestAnimationFrame(() => this.draw());
-  }
-
-  count({ tokens, drafted }) {
-    this.tokens += tokens;
-    this.passes += 1;
+    answer.tokens += tokens;
+    answer.passes += 1;
     this.undrafted = drafted ? 0 : this.undrafted + 1;
-    this.answer.perPass = this.tokens / this.passes;
-    if (this.first) return;
-    [this.first, this.firstTokens] = [this.last, tokens];
+    if (!this.first) {
+      // from here on there is something to keep
+      save();
+      this.first = now;
+      answer.untimed += tokens;
+      answer.wait ||= now - this.began;
+    }
+    answer.seconds = this.before + (now - this.first) / 1000;
   }
 
-  describe(reason, failure) {
-    // the rate leaves out the wait for the first tokens, which a second request finds in the cache
-    const { answer } = this;
-    const seconds = (this.last - this.first) / 1000;
-    if (!reason && this.passes > 1 && seconds > 0) answer.rate = (this.tokens - this.firstTokens) / seconds;
-    const idle = answer.kind !== "plain" && this.passes && this.undrafted >= Math.min(RECENT, this.passes);
-    answer.figures = [
-      `${answer.rate?.toFixed(1) ?? "–"} tokens/s`,
-      `${answer.perPass?.toFixed(2) ?? "–"} tokens per pass`,
-      ...(idle ? ["drafting is paused: it would not pay now"] : []),
-      ...(failure ? [`drafting failed: ${failure}`] : []),
-      `${this.tokens} tokens${reason === "length" ? " (the limit)" : ""}`,
-      `first after ${this.first ? `${Math.round(this.first - this.began)} ms` : "–"}`,
-    ].join(" · ");
+  async replay(live, signal) {
+    // the recorded events at their recorded times, counted from the first token of the answer that is decoded now
+    const { recorded, answer } = this;
+    for (const panel of [this, live]) Object.assign(panel.bar, { hidden: false, max: answer.tokens });
+    this.state.textContent = " · replayed at its recorded times";
+    this.begin({ ...newAnswer(answer.kind), wait: answer.wait });
+    this.redraw();
+    for (let index = 0; index < recorded.length && !signal.aborted && !live.hasFailed; ) {
+      await new Promise((done) => setTimeout(done, FRAME / 2));
+      const ms = live.first ? performance.now() - live.first : -1;
+      // any clock but 0 will do: its differences are counted
+      for (; recorded[index]?.ms <= ms; index++) this.take(recorded[index].choice, 1 + recorded[index].ms);
+    }
+    [this.answer, this.recorded, this.state.textContent] = [answer, recorded, ""];
+    this.redraw();
   }
 
-  async run(body, signal) {
+  async run(send, signal) {
     current = this;
+    this.begin(this.answer);
+    this.answer.reason = "";
     this.box.setAttribute("aria-busy", "true");
+    this.state.textContent = " · decoding now";
     follow();
     try {
-      await this.stream({ ...body, ...(this.answer.kind === "plain" ? { drafter: "none" } : {}) }, signal);
+      this.began = performance.now();
+      for await (const event of events(await send(signal))) {
+        if (event.error) throw new Error(event.error.message);
+        for (const choice of event.choices) this.take(choice);
+      }
+    } catch (error) {
+      this.hasFailed = true;
+      throw error;
     } finally {
       this.box.removeAttribute("aria-busy");
+      this.state.textContent = "";
       this.draw();
       if (current === this) current = null;
       // screen readers read the complete answer, not each token
-      if (this.answer.text) at("status").textContent = `Answer ${TITLES[this.answer.kind]}: ${this.answer.text}`;
-    }
-  }
-
-  async stream({ drafter, ...body }, signal) {
-    this.began = performance.now();
-    const foresay = { origins: true, stats: true, ...(drafter ? { drafter } : {}) };
-    const sent = JSON.stringify({ ...body, stream: true, foresay });
-    const answer = await request("v1/chat/completions", { method: "POST", body: sent, signal });
-    for await (const event of events(answer)) {
-      if (event.error) throw new Error(event.error.message);
-      for (const choice of event.choices) this.take(choice);
+      if (this.answer.text) at("status").textContent = `Answer ${this.title}: ${this.answer.text}`;
     }
   }
 }
