@@ -3,7 +3,7 @@
 # make test-long  the tests too that are left out of it: all mutated files, all 5,040 cells of the distribution tests (hours)
 # make check  what CI runs: lint, types, tests
 # make docs   build the documentation into build/docs, strictly: a broken link or reference fails
-# make test-browser   the server's page in a headless Chromium, which must be there (Debian: apt install chromium)
+# make test-browser   the server's page in a headless Chromium and Firefox, which must be there (Debian: apt install chromium firefox-esr)
 # make test-kernels   the tests of the CPU kernels with sanitizers, with clang, for each instruction set that this processor has, and for
 #                     ARM in an emulator (Debian: apt install clang g++-aarch64-linux-gnu qemu-user-static)
 # make test-processors   the tests that compare bits, those of kernels and of Triton's interpreter as three kinds of processor run them:
@@ -48,7 +48,7 @@ docs: $(READY)
 	@echo "the site: file://$(CURDIR)/build/docs/index.html"
 
 test-browser: $(READY)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright axe-playwright-python
 	$(VENV)/bin/python -m pytest tests/browser
 
 test-kernels: $(READY)

@@ -7,10 +7,13 @@ import json
 import pytest
 from playwright.sync_api import Page, expect
 
-from helpers.browsing import CHATS, TEXT, answer, end, event, refuse, said, serve
+from helpers.browsing import CHATS, TEXT, answer, end, event, refuse, said, serve, settings
 from helpers.serving import Running
 
-STORED = "foresay.chat.1"
+STORED = "foresay.talk."
+KEPT = """() => Object.entries(localStorage).filter(([key]) => key.startsWith("foresay.talk."))
+    .map(([, text]) => JSON.parse(text))"""
+"""The conversations in the browser's storage."""
 MODELS = json.dumps({"data": [{"id": name, "root": name} for name in ("tiny", "other")]})
 
 
@@ -37,15 +40,14 @@ class TestKept:
     def test_a_conversation_survives_a_reload_and_goes_on(self, page: Page) -> None:
         serve(page, answer("first *answer*"), answer("second answer"))
         page.locator("#compare").check()
-        page.locator("#system").evaluate("e => { e.closest('details').open = true; }")
-        page.locator("#system").fill("be brief")
+        settings(page, system="be brief")
         said(page, "one", tokens=33)
         before = answers(page), page.locator(".figures").all_inner_texts(), page.locator(".outcome").inner_text()
         reload(page)
         after = answers(page), page.locator(".figures").all_inner_texts(), page.locator(".outcome").inner_text()
         assert before == after and words(page) == ["one"] and before[0] == ["first answer", "second answer"]
-        assert page.locator("#compare").is_checked() and page.locator("#draft").is_checked()
-        assert (page.locator("#tokens").input_value(), page.locator("#system").input_value()) == ("33", "be brief")
+        assert page.locator("#compare").is_checked() and not page.locator("#origins").is_checked()
+        assert (page.locator("#max_tokens").input_value(), page.locator("#system").input_value()) == ("33", "be brief")
         page.locator("#origins").check()
         assert answers(page) == ["first *answer*", "second answer"] and page.locator(".text .bonus").count() == 2
         page.unroute(CHATS)
@@ -63,7 +65,7 @@ class TestKept:
 
     def test_a_reload_in_the_middle_keeps_what_was_written(self, page: Page) -> None:
         said(page, "one")
-        page.locator("#tokens").fill("3000")
+        settings(page, max_tokens="3000")
         page.locator("#prompt").fill("go on")
         page.keyboard.press("Enter")
         expect(page.locator(".answer").nth(1).locator(".text > *").first).to_be_visible(timeout=30_000)
@@ -78,17 +80,20 @@ class TestKept:
         page.keyboard.press("Enter")
         expect(page.locator(".turn")).to_have_count(1)
         page.evaluate("dispatchEvent(new Event('pagehide'))")
-        assert [turn["text"] for turn in json.loads(page.evaluate(f"localStorage['{STORED}']"))["turns"]] == [
-            "one",
-            "two",
-        ]
+        [kept] = page.evaluate(KEPT)
+        assert [turn["text"] for turn in kept["turns"]] == ["one", "two"]
 
-    @pytest.mark.parametrize("kept", ["{", '{"turns": [{"text": 5}]}', '{"turns": 1}', "[]"])
-    def test_what_cannot_be_read_is_reported_and_replaced(self, kept: str, page: Page) -> None:
-        page.evaluate("([key, value]) => localStorage.setItem(key, value)", [STORED, kept])
+    @pytest.mark.parametrize("kept", ["{", '{"turns": [{"text": 5}]}', '{"turns": 1}', "[]", "one"])
+    def test_what_cannot_be_read_is_reported_once_and_left_in_the_storage(self, kept: str, page: Page) -> None:
+        said(page, "hello")
+        [whole] = page.evaluate(KEPT)
+        if kept == "one":
+            kept = json.dumps({**whole, "id": "x", "turns": [{**whole["turns"][0], "sampling": {"seed": "no number"}}]})
+        page.evaluate("([key, value]) => localStorage.setItem(key, value)", [STORED + "x", kept])
         reload(page)
         expect(page.locator("#problem")).to_contain_text("cannot be read")
-        said(page, "hello")
+        assert words(page) == ["hello"] and page.locator("#list li").count() == 1
+        assert page.evaluate(f"localStorage['foresay.unreadable.{STORED}x']") == kept
         reload(page)
         assert words(page) == ["hello"] and page.locator("#problem").inner_text() == ""
 
@@ -96,12 +101,28 @@ class TestKept:
         page.evaluate("() => { Storage.prototype.setItem = () => { throw new Error('full'); }; }")
         said(page, "hello")
         expect(page.locator("#problem")).to_contain_text("not kept")
+        assert words(page) == ["hello"] and answers(page) != [""]
+
+    def test_a_browser_without_storage_has_a_conversation(self, page: Page) -> None:
+        none = "Object.defineProperty(window, 'localStorage', { get() { throw new DOMException('denied', 'SecurityError'); } });"
+        page.add_init_script(none)
+        reload(page)
+        expect(page.locator("#problem")).to_contain_text("switched off")
+        said(page, "one")
+        said(page, "two")
+        assert words(page) == ["one", "two"] and all(answers(page))
 
     def test_two_tabs_show_one_conversation(self, page: Page, server: Running) -> None:
+        said(page, "hello")
         other = page.context.new_page()
         other.goto(server.url)
-        said(page, "hello")
         expect(other.locator(".words")).to_have_text("hello")
+        said(page, "more")
+        expect(other.locator(".words")).to_have_text(["hello", "more"])
+        other.locator("#clear").click()
+        said(page, "and more")
+        expect(other.locator("#list button")).to_have_text("hello")
+        assert words(other) == [], "a tab with another conversation stays there"
         other.close()
 
     def test_a_key_is_not_kept(self, page: Page) -> None:
@@ -127,7 +148,7 @@ class TestModels:
         page.locator("#model").select_option("other")
         said(page, "two")
         page.locator("#model").select_option("tiny")
-        press(page, "Compare: plain, answer 2")
+        press(page, "Race: plain, answer 2")
         assert [one["model"] for one in bodies] == ["tiny", "other", "other"], (
             "a comparison is a request to the same model"
         )
@@ -192,20 +213,36 @@ class TestChanged:
         said(page, "one")
         said(page, "two")
         assert page.get_by_role("button", name="Regenerate").count() == 1
-        page.locator("#temperature").fill("0.7")
+        settings(page, temperature="0.7")
         press(page, "Regenerate")
         assert words(page) == ["one", "two"] and answers(page) == ["a", "c"]
         assert bodies[1]["messages"] == bodies[2]["messages"] and bodies[2]["temperature"] == 0.7
         assert bodies[1]["seed"] != bodies[2]["seed"]
 
-    def test_a_number_that_is_missing_sends_nothing(self, page: Page) -> None:
+    def test_a_number_out_of_range_sends_nothing_and_is_shown(self, page: Page) -> None:
         bodies = serve(page, answer("a"))
         said(page, "one")
-        page.locator("#temperature").fill("")
+        settings(page, temperature="3")
         press(page, "Regenerate")
+        expect(page.locator("#temperature")).to_be_focused()
+        page.keyboard.press("Escape")
         page.locator("#prompt").fill("two")
         page.keyboard.press("Enter")
         assert len(bodies) == 1 and page.locator("#prompt").input_value() == "two"
+
+    def test_an_empty_field_is_left_to_the_server_and_the_others_are_sent(self, page: Page) -> None:
+        bodies = serve(page, answer("a"))
+        settings(page, temperature="", top_p="0.9", top_k="40", min_p="0.05", repetition_penalty="1.1", seed="7")
+        settings(page, drafter="suffix", length="4")
+        said(page, "one", tokens=33)
+        body = bodies[0]
+        assert "temperature" not in body and (body["top_p"], body["top_k"], body["min_p"]) == (0.9, 40, 0.05)
+        assert (body["repetition_penalty"], body["seed"], body["max_tokens"]) == (1.1, 7, 33)
+        assert body["foresay"] == {"origins": True, "stats": True, "drafter": "suffix", "length": "4"}
+        expect(page.locator(".answer h2")).to_have_text("with suffix")
+        settings(page, drafter="", length="", seed="")
+        said(page, "two")
+        assert bodies[1]["foresay"] == {"origins": True, "stats": True} and bodies[1]["seed"] != 7
 
 
 class TestCompared:
@@ -216,29 +253,29 @@ class TestCompared:
         assert len(texts) == 2 and texts[0] == texts[1] != ""
         plain = page.locator("section.answer .figures").nth(1).inner_text()
         assert "1.00 tokens per pass" in plain, plain
-        expect(page.locator(".outcome")).to_contain_text("Both texts are the same.")
+        expect(page.locator(".outcome")).to_contain_text("oth texts are the same.")
 
     def test_an_answer_is_compared_later_by_one_click(self, page: Page) -> None:
-        page.locator("#temperature").fill("0")
+        settings(page, temperature="0")
         said(page, TEXT)
         said(page, "and then")
-        page.locator("#temperature").fill("0.9")
-        press(page, "Compare: plain, answer 1")
+        settings(page, temperature="0.9")
+        press(page, "Race: plain, answer 1")
         first = page.locator(".turn").first
         texts = first.locator(".text").all_inner_texts()
         assert len(texts) == 2 and texts[0] == texts[1] != "", "with the settings of the answer"
-        assert first.get_by_role("button", name="Compare").count() == 0
-        expect(first.locator(".outcome")).to_contain_text("Both texts are the same.")
+        assert first.get_by_role("button", name="Race").count() == 0
+        expect(first.locator(".outcome")).to_contain_text("oth texts are the same.")
 
     def test_both_requests_are_the_same_but_for_the_drafter(self, page: Page) -> None:
         bodies = serve(page, answer("a"))
         page.locator("#compare").check()
-        page.locator("#temperature").fill("0.5")
+        settings(page, temperature="0.5")
         said(page, "one")
         page.locator("#compare").uncheck()
         said(page, "two", tokens=30)
-        page.locator("#temperature").fill("0.9")
-        press(page, "Compare: plain")
+        settings(page, temperature="0.9")
+        press(page, "Race: plain")
         for fast, plain in (bodies[:2], bodies[2:]):
             assert plain["foresay"].pop("drafter") == "none" and fast == plain and fast["seed"] >= 0
             assert fast["temperature"] == 0.5
@@ -254,7 +291,7 @@ class TestCompared:
     def test_a_difference_is_explained(self, temperature: str, exact: bool, shown: str, page: Page) -> None:
         serve(page, answer("a b", exact=exact), answer("a c"))
         page.locator("#compare").check()
-        page.locator("#temperature").fill(temperature)
+        settings(page, temperature=temperature)
         said(page, "one")
         expect(page.locator(".outcome")).to_contain_text(shown)
 
@@ -297,7 +334,7 @@ class TestRefused:
         refuse(page, "the server is full", 429)
         press(page, "Regenerate")
         assert answers(page) == before and page.locator("#prompt").input_value() == ""
-        press(page, "Compare: plain")
+        press(page, "Race: plain")
         assert answers(page) == before and page.locator("#problem").inner_text() == "the server is full"
 
     def test_an_error_in_a_stream_keeps_what_was_written(self, page: Page) -> None:
@@ -324,7 +361,7 @@ class TestRefused:
 class TestStopped:
     def test_escape_stops_and_keeps_what_was_written(self, page: Page, server: Running) -> None:
         page.locator("#compare").check()
-        page.locator("#tokens").fill("3000")
+        settings(page, max_tokens="3000")
         page.locator("#prompt").fill("go on")
         page.keyboard.press("Enter")
         expect(page.locator(".text > *").first).to_be_visible(timeout=30_000)
@@ -335,7 +372,7 @@ class TestStopped:
         assert server.count("requests_running") == 0
 
     def test_a_new_chat_ends_the_running_answer(self, page: Page) -> None:
-        page.locator("#tokens").fill("3000")
+        settings(page, max_tokens="3000")
         page.locator("#prompt").fill("go on")
         page.keyboard.press("Enter")
         expect(page.locator(".text > *").first).to_be_visible(timeout=30_000)
@@ -345,7 +382,7 @@ class TestStopped:
         assert page.locator("#prompt").input_value() == ""
 
     def test_the_end_of_an_old_request_leaves_the_new_one_alone(self, page: Page) -> None:
-        page.locator("#tokens").fill("3000")
+        settings(page, max_tokens="3000")
         page.locator("#prompt").fill("go on")
         page.keyboard.press("Enter")
         expect(page.locator(".text > *").first).to_be_visible(timeout=30_000)

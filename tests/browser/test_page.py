@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 import foresay
-from helpers.browsing import TEXT, end, event, said, serve
+from helpers.browsing import TEXT, end, event, said, serve, settings
 from helpers.serving import Running
 
 
@@ -100,7 +100,7 @@ def test_an_answer_is_announced_once_it_is_complete(page: Page) -> None:
         "() => { window.seen = []; new MutationObserver(() => seen.push(document.getElementById('status').textContent))"
         ".observe(document.getElementById('status'), {childList: true}); }"
     )
-    page.locator("#tokens").fill("300")
+    settings(page, max_tokens="300")
     page.locator("#prompt").fill("go on")
     page.keyboard.press("Enter")
     expect(page.locator("section.answer[aria-busy=true]")).to_have_count(1, timeout=30_000)
@@ -121,13 +121,13 @@ def test_passes_without_a_draft_are_explained(drafted: int, shown: bool, page: P
     said(page, "hello")
     figures = page.locator(".figures").inner_text()
     assert "1.00 tokens per pass" in figures and ("drafting is paused" in figures) is shown, figures
-    page.locator("#draft").uncheck()
+    settings(page, drafter="none")
     said(page, "hello")
     assert "drafting is paused" not in page.locator(".figures").last.inner_text(), "that is what was requested"
 
 
 def test_speculation_can_be_switched_off_and_a_chat_begun_anew(page: Page) -> None:
-    page.locator("#draft").uncheck()
+    settings(page, drafter="none")
     said(page, "hello")
     expect(page.locator("section.answer h2")).to_have_text("plain")
     assert "1.00 tokens per pass" in page.locator(".figures").inner_text()
@@ -138,7 +138,7 @@ def test_speculation_can_be_switched_off_and_a_chat_begun_anew(page: Page) -> No
 
 
 def test_stop_ends_an_answer_and_frees_its_row(page: Page, server: Running) -> None:
-    page.locator("#tokens").fill("3000")
+    settings(page, max_tokens="3000")
     page.locator("#prompt").fill("go on")
     page.keyboard.press("Enter")
     expect(page.locator(".text > *").first).to_be_visible(timeout=30_000)

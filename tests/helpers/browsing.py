@@ -20,9 +20,22 @@ CHATS = "**/v1/chat/completions"
 TEXT = "the number 7 and 8 and 7 and 8 and"
 
 
+def settings(page: Page, **values: str) -> None:
+    """Change settings by their ids, and close them."""
+    page.get_by_role("button", name="Settings").click()
+    for name, value in values.items():
+        field = page.locator(f"#{name}")
+        if field.evaluate("e => e.localName") == "select":
+            field.select_option(value)
+        else:
+            field.fill(value)
+    page.keyboard.press("Escape")
+    expect(page.locator("#settings")).to_be_hidden()
+
+
 def said(page: Page, text: str, tokens: int = 24) -> None:
     """Send a request by the keyboard alone, and wait for the end of the answer."""
-    page.locator("#tokens").fill(str(tokens))
+    settings(page, max_tokens=str(tokens))
     page.locator("#prompt").focus()
     page.keyboard.insert_text(text)
     page.keyboard.press("Enter")
@@ -36,16 +49,16 @@ def event(delta: dict[str, str], drafted: int = 0, **more: Any) -> str:
     return f"data: {json.dumps({'choices': [{'delta': delta, 'finish_reason': None, 'foresay': ours, **more}]})}\n\n"
 
 
-def end(**statistics: Any) -> str:
+def end(reason: str = "stop", **statistics: Any) -> str:
     """The last event of an answer and the end of its stream."""
-    last = {"delta": {}, "finish_reason": "stop", "foresay": {"exact": True, **statistics}}
+    last = {"delta": {}, "finish_reason": reason, "foresay": {"exact": True, **statistics}}
     return f"data: {json.dumps({'choices': [last]})}\n\ndata: [DONE]\n\n"
 
 
-def answer(text: str, **statistics: Any) -> str:
-    """A stream that writes a text in pieces of three characters, each a pass."""
-    pieces = [text[start : start + 3] for start in range(0, len(text), 3)]
-    return "".join(event({"content": piece}) for piece in pieces) + end(**statistics)
+def answer(text: str, reason: str = "stop", size: int = 3, **statistics: Any) -> str:
+    """A stream that writes a text in pieces of `size` characters, each a pass."""
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    return "".join(event({"content": piece}) for piece in pieces) + end(reason, **statistics)
 
 
 def serve(page: Page, *streams: str) -> list[Any]:

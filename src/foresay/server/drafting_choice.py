@@ -6,7 +6,8 @@ Owns that rule. Knows no engine.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,15 +53,25 @@ class DraftingChoice:
 
 def drafting_facts(generator: Generator) -> dict[str, Any]:
     """Return the names of a model's drafting methods and of those that a request may choose, without settings: some are paths."""
-    found = re.findall(r"(?<![^\s(,=])\w+(?=[(),]|$)", generator.drafter_name)
+    found = re.findall(r"(?<![^\s(,=])\w+(?=[(),;]|$)", generator.drafter_name)
     first, *others = [one for one in found if one in {*named(), "none"}] or ["other"]
     length, rule = to_expression(generator.policy, LENGTHS), to_expression(generator.rule, RULES)
     return {
         "drafter": f"{first}({', '.join(others)})" if others else first,
         "length": length.partition("(")[0],
         "rule": rule.partition("(")[0],
-        "choices": {field: sorted(allowed) for field, (_, allowed) in _CHOICES.items()},
+        "choices": {field: _alone(read, allowed) for field, (read, allowed) in _CHOICES.items()},
     }
+
+
+def _alone(read: Callable[[Any], Any], names: Iterable[str]) -> list[str]:
+    """Return the names that need no settings."""
+    found = []
+    for name in sorted(names):
+        with suppress(ForesayError):
+            read(name)
+            found.append(name)
+    return found
 
 
 def _harmless(name: str | None, value: object) -> bool:

@@ -167,7 +167,9 @@ class TestTelling:
         listed = server.get("/v1/models").json()["data"]
         assert [(one["id"], one["root"]) for one in listed] == [("tiny", "tiny"), ("other-name", "tiny")]
         assert all(1.7e9 < one["created"] <= time.time() for one in listed)
-        assert server.get("/v1/models/tiny").json()["max_model_len"] == 4096
+        found = server.get("/v1/models/tiny").json()
+        assert found["max_model_len"] == 4096 and found["foresay"]["chat_template"] is True
+        assert found["foresay"]["precision"] == library.target.precision and found["foresay"]["device"] == "cpu"
         ids = server.answer("/tokenize", prompt=TEXT)["tokens"]
         assert server.answer("/detokenize", tokens=ids) == {"prompt": TEXT}
         assert server.answer("/tokenize", messages=TALK)["count"] > 4

@@ -113,12 +113,13 @@ def test_each_model_answers_as_its_own_server_does(several: Start, texts: dict[s
     server = several()
     listed = server.running.get("/v1/models").json()["data"]
     assert [one["id"] for one in listed] == ["a", "b"] and server.loads == [], "nothing is loaded before a request"
-    assert all("max_model_len" not in one for one in listed)
+    assert all("max_model_len" not in one and "foresay" not in one for one in listed)
     assert [server.text(name) for name in "aba"] == [texts[name] for name in "aba"]
     assert text_of(server.running.chat(**BODY)) == texts["a"], "the first one is that of no name"
     assert server.loads == ["a", "b", "a"] and server.most == 1
     listed = server.running.get("/v1/models").json()["data"]
     assert {one["id"]: one["max_model_len"] for one in listed} == LENGTHS
+    assert ["foresay" in one for one in listed] == [True, False], "facts are those of a loaded model"
     assert server.running.get("/v1/models/b").json()["max_model_len"] == LENGTHS["b"]
     answer = server.running.chat(model="c", **BODY)
     assert answer.status_code == 404 and "this server serves 'a', 'b'" in answer.text

@@ -11,6 +11,7 @@ from pathlib import Path
 import foresay
 from foresay.server.chat_page import PAGE_FILES
 from foresay.text.formatting import is_noise
+from foresay_lab.worth import PAYS
 
 PACKAGE = Path(foresay.__file__).parent
 FOLDER = PACKAGE / "server" / "page"
@@ -63,9 +64,9 @@ def test_what_the_scripts_look_for_is_on_the_page() -> None:
     ids = set(re.findall(r'id="(\w+)"', OURS["index.html"]))
     scripts = "".join(text for name, text in OURS.items() if name.endswith(".js"))
     used = set(re.findall(r'\bat\("(\w+)"\)', scripts))
-    lists = re.findall(r"^const (?:SWITCHES|FIELDS) = \[(.*)\];$", scripts, re.MULTILINE)
+    lists = re.findall(r"^const (?:SWITCHES|FIELDS|SAMPLING) = \[(.*)\];$", scripts, re.MULTILINE)
     used |= {name for one in lists for name in re.findall(r'"(\w+)"', one)}
-    assert len(lists) == 2 and len(used) > 15 and used <= ids
+    assert len(lists) == 3 and len(used) > 15 and used <= ids
 
 
 IN_PYTHON = {
@@ -89,4 +90,10 @@ def test_a_speed_up_is_noise_on_the_page_where_it_is_on_the_command_line() -> No
     assert differing(script) == [] and is_noise(2.85, 0.0, 2.5) and not is_noise(2.5, 0.0, 2.5)
     for right, wrong in (("speedUp > Math", "speedUp < Math"), ("<= spread", "< spread"), (" - 1)", ")")):
         assert differing(script.replace(right, wrong)), "a rule that is another"
-    assert "isNoise(ratio, 0, perPass)" in script, "and it decides about the message"
+    assert "isNoise(ratio, plain.spread, passes)" in script, "and it decides about the message"
+
+
+def test_the_scripts_are_short_and_call_a_gain_what_the_command_line_calls_one() -> None:
+    scripts = {name: text for name, text in OURS.items() if name.endswith(".js")}
+    assert sum(text.count("\n") for text in scripts.values()) <= 900
+    assert f"const PAYS = {PAYS};" in scripts["chat.js"]

@@ -3,7 +3,6 @@
 // removed from it: what is not made here does not exist. HTML in an answer is shown as text, images are links.
 
 const TAGS = Object.fromEntries(["strong", "em", "del", "blockquote", "br", "hr"].map((name) => [name, name]));
-const INLINE = new Set(Object.keys(TAGS).filter((name) => name !== "blockquote"));
 Object.assign(TAGS, { paragraph: "p", list_item: "li" });
 const SAFE = /^(https?:|mailto:)/i;
 const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0", ndash: "–", mdash: "—", hellip: "…",
@@ -48,8 +47,8 @@ function list(token) {
 }
 
 function node(token) {
-  // each block has the direction of its own text
-  if (token.type in TAGS) return made(TAGS[token.type], nodes(token.tokens ?? []), INLINE.has(token.type) ? {} : { dir: "auto" });
+  // each paragraph has the direction of its own text, and a list that of its first item
+  if (token.type in TAGS) return made(TAGS[token.type], nodes(token.tokens ?? []), token.type === "paragraph" ? { dir: "auto" } : {});
   switch (token.type) {
     // the page has a heading of its own, and so has each answer
     case "heading": return made(`h${Math.min(6, token.depth + 2)}`, nodes(token.tokens), { dir: "auto" });

@@ -65,7 +65,8 @@ function showStart() {
   at("facts").replaceChildren(...rows.map(([title, text]) => made("div", [made("dt", [title]), made("dd", [text])])));
   const choices = facts?.choices ?? {};
   for (const id of ["drafter", "length"]) {
-    const named = (choices[id] ?? []).map((one) => [one, one === "none" ? "none: plain decoding" : one]);
+    const names = (choices[id] ?? []).concat(id === "length" ? ["1", "2", "4", "8"] : []);
+    const named = names.map((one) => [one, one === "none" ? "none: plain decoding" : one.replace(/^\d$/, "always $& tokens")]);
     offer(id, [["", `the server's${facts ? `: ${facts[id]}` : ""}`], ...named]);
   }
   // next to plain decoding, plain decoding is no race
@@ -113,7 +114,7 @@ async function answerAll(turn, answers) {
   } catch (error) {
     if (error.name !== "AbortError") failed(error);
   }
-  await Promise.all(replays);
+  for (const one of replays) await one;
   // "New chat" ends a request too, and another one may have begun since
   if (controller !== mine) return;
   controller = null;

@@ -145,8 +145,8 @@ function showTalks() {
   const textsOf = ({ text, answers }) => [text, ...answers.map((answer) => answer.text)];
   const has = (one) => [titleOf(one), ...one.turns.flatMap(textsOf)].some((text) => text.toLowerCase().includes(wanted));
   const found = [...talks.values()].filter(has).sort((one, other) => other.at - one.at);
-  // rows that did not change keep their focus, also while the title of this conversation is changed
   at("nothing").textContent = found.length ? "" : wanted ? "No conversation contains this." : "No conversation is kept yet.";
+  // rows that did not change keep their focus, also while the title of this conversation is changed
   const key = JSON.stringify([talk.id, ...found.map((one) => [one.id, one.id !== talk.id && titleOf(one)])]);
   if (key === at("list").dataset.shown) return;
   at("list").dataset.shown = key;
