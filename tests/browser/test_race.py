@@ -71,7 +71,7 @@ class TestReplay:
         assert page.evaluate("most") == 1 and page.locator(".answer").count() == 2
         assert page.locator(".answer h2").all_inner_texts() == ["with speculation", "plain"]
         assert page.locator("progress:visible").count() == 0 and page.locator(".race").count() == 0
-        expect(page.locator(".how")).to_contain_text("one after the other")
+        expect(page.locator(".how")).to_contain_text("timed alone, one after the other")
 
     def test_the_second_waits_for_its_turn_and_the_first_is_kept_when_it_is_stopped(self, page: Page) -> None:
         page.route(CHATS, lambda route: None)  # never answered

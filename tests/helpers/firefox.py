@@ -95,9 +95,14 @@ class Firefox:
         self.send("WebDriver:ElementClick", id=found[ELEMENT])
 
     def press(self, *keys: str) -> None:
-        """Press keys by names, or type a text, where the focus is."""
-        strokes = [one for key in keys for one in ([KEYS[key]] if key in KEYS else key)]
-        actions = [{"type": kind, "value": one} for one in strokes for kind in ("keyDown", "keyUp")]
+        """Press keys by names, such as "Tab" or "Shift+Tab", or type a text, where the focus is."""
+        actions = []
+        for key in keys:
+            names = key.split("+")
+            chords = [[KEYS[one] for one in names]] if set(names) <= set(KEYS) else [[one] for one in key]
+            for chord in chords:
+                actions += [{"type": "keyDown", "value": one} for one in chord]
+                actions += [{"type": "keyUp", "value": one} for one in reversed(chord)]
         self.send("WebDriver:PerformActions", actions=[{"type": "key", "id": "keys", "actions": actions}])
 
     def look(self, width: int, height: int, scheme: str) -> None:

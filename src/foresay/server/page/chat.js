@@ -68,8 +68,8 @@ function speedOf(turn, fast, plain) {
   const opening = noise ? "The difference is noise" : ratio >= PAYS ? "It pays here" : "Nothing gains here";
   const reason = ratio > Math.max(1, passes ?? Infinity) ? `above its ${passes.toFixed(2)} tokens per pass`
     : `the halves of the plain run differ by ${Math.round(100 * plain.spread)}%`;
-  const name = turn.drafter || "the default drafter";
-  return `${opening}: ${name} is ${noise ? "~" : ""}${ratio.toFixed(2)}x of plain decoding, one run each${noise ? ` (~: ${reason})` : ""}`;
+  const [mark, because] = noise ? ["~", ` (~: ${reason})`] : ["", ""];
+  return `${opening}: ${turn.drafter || "the default drafter"} is ${mark}${ratio.toFixed(2)}x of plain decoding, one run each${because}`;
 }
 
 function comparison(turn) {

@@ -30,7 +30,8 @@ function link(token, children) {
 function codeBlock(token) {
   const language = (token.lang ?? "").split(/\s/)[0];
   const bar = made("div", [made("span", [language]), copyButton("Copy code", () => token.text)], { className: "bar" });
-  const code = made("pre", [made("code", coloured(token.text, language))], { tabIndex: 0, role: "region", ariaLabel: `Code ${language}`.trim() });
+  const region = { tabIndex: 0, role: "region", ariaLabel: `Code ${language}`.trim() };
+  const code = made("pre", [made("code", coloured(token.text, language))], region);
   return made("div", [bar, code], { className: "code", dir: "ltr" });
 }
 

@@ -9,11 +9,7 @@ let panels = [];
 
 const failed = ({ message }) => report(message);
 const stop = () => controller?.abort();
-
-function write(text) {
-  at("prompt").value = text;
-  grow(at("prompt"));
-}
+const write = (text) => grow(Object.assign(at("prompt"), { value: text }));
 
 function controls(turn, index) {
   const row = made("div", [], { className: "row actions" });
@@ -30,7 +26,8 @@ function controls(turn, index) {
     row.append(button(title, `${title}, answer ${index + 1}`, () => answerAll(turn, [newAnswer(missing)])));
   }
   append("p", row, "outcome", comparison(turn));
-  if (!missing) append("p", row, "quiet how", "Timed one after the other, each alone; the first was replayed at its recorded times.");
+  if (missing) return row;
+  append("p", row, "quiet how", "Each was decoded and timed alone, one after the other; a race replays the first as it was timed.");
   return row;
 }
 
@@ -57,7 +54,8 @@ function showStart() {
   const name = at("model").value;
   const facts = factsOf(name);
   at("name").textContent = name || "No model yet";
-  const size = facts && [`${(facts.weight_bytes / 1e6).toFixed(0)} MB`, facts.precision, `on ${facts.device}`].filter(Boolean).join(", ");
+  const bytes = `${((facts?.weight_bytes ?? 0) / 1e6).toFixed(0)} MB`;
+  const size = [bytes, facts?.precision, `on ${facts?.device}`].filter(Boolean).join(", ");
   const length = models.get(name)?.max_model_len;
   const known = facts && { Weights: size, Context: `${length} tokens`, Drafter: facts.drafter, "Draft length": facts.length,
     "Acceptance rule": facts.rule, ...(facts.chat_template ? {} : { "Chat template": "none: it continues your text" }) };
@@ -65,7 +63,7 @@ function showStart() {
   at("facts").replaceChildren(...rows.map(([title, text]) => made("div", [made("dt", [title]), made("dd", [text])])));
   const choices = facts?.choices ?? {};
   for (const id of ["drafter", "length"]) {
-    const names = (choices[id] ?? []).concat(id === "length" ? ["1", "2", "4", "8"] : []);
+    const names = (choices[id] ?? []).concat(id === "length" ? ["2", "4", "8"] : []);
     const named = names.map((one) => [one, one === "none" ? "none: plain decoding" : one.replace(/^\d$/, "always $& tokens")]);
     offer(id, [["", `the server's${facts ? `: ${facts[id]}` : ""}`], ...named]);
   }
@@ -107,7 +105,8 @@ async function answerAll(turn, answers) {
   try {
     // one after the other: two at once would slow each other down; what was recorded is replayed next to a new answer
     for (const panel of running) {
-      const rivals = panels.filter((one) => one !== panel && one.recorded.length && !one.before && turn.answers.includes(one.answer));
+      const others = panels.filter((one) => one !== panel && turn.answers.includes(one.answer));
+      const rivals = others.filter((one) => one.recorded.length && !one.before);
       if (!panel.answer.passes) replays.push(...rivals.map((one) => one.replay(panel, mine.signal)));
       await panel.run((signal) => sent(turn, panel.answer, signal), mine.signal);
     }

@@ -105,8 +105,8 @@ function load() {
 }
 
 function asMarkdown(one) {
-  const answered = ({ model, drafter }) => (answer) =>
-    [`## Answer ${[titleOfAnswer(answer, drafter), model].filter(Boolean).join(" · ")}`, answer.text, `*${described(answer).join(" · ")}*`];
+  const named = (answer, { model, drafter }) => [titleOfAnswer(answer, drafter), model].filter(Boolean).join(" · ");
+  const answered = (turn) => (one) => [`## Answer ${named(one, turn)}`, one.text, `*${described(one).join(" · ")}*`];
   const parts = one.turns.flatMap((turn) => [
     ...(turn.system ? ["## System prompt", turn.system] : []), "## Message", turn.text, ...turn.answers.flatMap(answered(turn)),
   ]);
