@@ -1,4 +1,4 @@
-"""A race: one answer after the other is timed, the first is replayed next to the second, and a sentence has the result."""
+"""A race: one answer after the other is timed, both are replayed side by side, and a sentence has the result."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ RECORD = """() => {
     for (let i = 0; i < 10; i++) one.take(choice(i), 1000 + 100 * i);
     one.take({ delta: {}, finish_reason: "stop" }, 1900);
     one.draw();
-    window.live = new Panel(parent, newAnswer("plain")); window.ended = false;
-    window.abort = new AbortController(); one.replay(live, abort.signal).then(() => (ended = true)); }"""
+    window.ended = false; window.abort = new AbortController(); }"""
+START = "() => { one.replay(abort.signal, 10).then(() => (ended = true)); }"
 
 
 def made(kind: str, tokens: int, passes: int, seconds: float, spread: float = 0.02) -> dict[str, Any]:
@@ -41,28 +41,42 @@ class TestReplay:
         page.clock.install()
         page.evaluate(RECORD)
         words, figures = page.locator(".answer .text").first, page.locator(".answer .figures").first
-        page.clock.run_for(500)
+        expect(words).to_have_text("w0 w1 w2 w3 w4 w5 w6 w7 w8 w9")
+        page.evaluate(START)
         expect(words).to_have_text("")
-        expect(page.locator(".answer h2").first).to_contain_text("replayed at its recorded times")
-        page.evaluate("live.first = performance.now()")
-        page.clock.run_for(440)
+        expect(page.locator(".answer h2").first).to_have_text("with speculation · replayed as it was timed")
+        page.clock.run_for(500)
         expect(words).to_have_text("w0 w1 w2 w3 w4")
         expect(figures).to_contain_text("10.0 tokens/s · 1.00 tokens per pass · 5 tokens · 0.40 s")
+        assert page.locator("progress").evaluate("e => e.value / e.max") == 0.5
         page.clock.run_for(1000)
         expect(words).to_have_text("w0 w1 w2 w3 w4 w5 w6 w7 w8 w9")
         expect(figures).to_contain_text("10 tokens · 0.90 s")
         assert page.evaluate("ended") and page.locator(".answer h2").first.inner_text() == "with speculation"
 
-    @pytest.mark.parametrize("why", ["abort.abort()", "live.hasFailed = true"])
-    def test_it_ends_with_the_whole_answer_when_the_other_one_ends(self, why: str, page: Page) -> None:
+    def test_a_stop_ends_it_with_the_whole_answer(self, page: Page) -> None:
         page.clock.install()
         page.evaluate(RECORD)
-        page.clock.run_for(100)
-        assert not page.evaluate("ended") and page.evaluate("one.answer.tokens") == 0
-        page.evaluate(why)
+        page.evaluate(START)
+        page.clock.run_for(200)
+        assert not page.evaluate("ended") and page.evaluate("one.answer.tokens") == 2
+        page.evaluate("abort.abort()")
         page.clock.run_for(100)
         expect(page.locator(".answer .text").first).to_have_text("w0 w1 w2 w3 w4 w5 w6 w7 w8 w9")
         assert page.evaluate("ended") and page.evaluate("one.answer.tokens") == 10
+
+    def test_a_race_is_repeated_without_a_request(self, page: Page) -> None:
+        bodies = serve(page, answer("a b c d"))
+        page.locator("#compare").check()
+        said(page, "go")
+        before = page.locator(".answer").all_inner_texts(), page.locator(".outcome").inner_text()
+        page.get_by_role("button", name="Race again").click()
+        expect(page.locator("#send")).to_be_enabled()
+        assert (page.locator(".answer").all_inner_texts(), page.locator(".outcome").inner_text()) == before
+        assert len(bodies) == 2
+        page.reload()
+        expect(page.locator(".answer")).to_have_count(2)
+        assert page.get_by_role("button", name="Race again").count() == 0, "times are not kept"
 
     def test_answers_are_timed_one_after_the_other(self, page: Page) -> None:
         page.evaluate(COUNT_RUNS)

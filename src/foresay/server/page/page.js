@@ -25,9 +25,10 @@ function controls(turn, index) {
     const title = `Race: ${TITLES[missing]}`;
     row.append(button(title, `${title}, answer ${index + 1}`, () => answerAll(turn, [newAnswer(missing)])));
   }
+  if (canReplay(turn)) row.append(button("Race again", `Race again, answer ${index + 1}`, () => answerAll(turn, [])));
   append("p", row, "outcome", comparison(turn));
   if (missing) return row;
-  append("p", row, "quiet how", "Each was decoded and timed alone, one after the other; a race replays the first as it was timed.");
+  append("p", row, "quiet how", "Each was decoded and timed alone, one after the other; a race replays both as they were timed.");
   return row;
 }
 
@@ -83,6 +84,10 @@ function refresh() {
   if (!focused || focused === document.body || focused.disabled) at("prompt").focus();
 }
 
+const panelsOf = (turn) => panels.filter((one) => turn.answers.includes(one.answer));
+// of an answer that was continued, only the last request is recorded
+const canReplay = (turn) => turn.answers.length > 1 && panelsOf(turn).every((one) => one.recorded.length && !one.before);
+
 function panelOf(turn, answer) {
   const parent = at("talk").children[turns.indexOf(turn)].querySelector(".answers");
   const panel = panels.find((one) => one.answer === answer) ?? new Panel(parent, answer, turn);
@@ -93,7 +98,7 @@ function panelOf(turn, answer) {
 }
 
 async function answerAll(turn, answers) {
-  const [mine, replays] = [new AbortController(), []];
+  const mine = new AbortController();
   controller = mine;
   following = true;
   report("");
@@ -101,19 +106,18 @@ async function answerAll(turn, answers) {
   talk.at = Date.now();
   refresh();
   const running = answers.map((answer) => panelOf(turn, answer));
-  running[0].box.parentElement.classList.toggle("race", turn.answers.length > 1);
+  const all = panelsOf(turn);
+  all[0].box.parentElement.classList.toggle("race", all.length > 1);
   try {
-    // one after the other: two at once would slow each other down; what was recorded is replayed next to a new answer
-    for (const panel of running) {
-      const others = panels.filter((one) => one !== panel && turn.answers.includes(one.answer));
-      const rivals = others.filter((one) => one.recorded.length && !one.before);
-      if (!panel.answer.passes) replays.push(...rivals.map((one) => one.replay(panel, mine.signal)));
-      await panel.run((signal) => sent(turn, panel.answer, signal), mine.signal);
-    }
+    // one after the other: two at once would slow each other down, and a replay would slow the browser's and the server's processor
+    for (const panel of running) await panel.run((signal) => sent(turn, panel.answer, signal), mine.signal);
+    const most = Math.max(...all.map(({ answer }) => answer.tokens));
+    const replays = canReplay(turn) ? all.map((panel) => panel.replay(mine.signal, most)) : [];
+    for (const replay of replays) await replay;
   } catch (error) {
     if (error.name !== "AbortError") failed(error);
   }
-  for (const one of replays) await one;
+  current = null;
   // "New chat" ends a request too, and another one may have begun since
   if (controller !== mine) return;
   controller = null;

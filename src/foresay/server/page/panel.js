@@ -1,5 +1,5 @@
 "use strict";
-// One answer: its request, its stream, how it is shown, and its replay next to one that is decoded now.
+// One answer: its request, its stream, how it is shown, and its replay.
 
 const RECENT = 8;
 // milliseconds between two drawings of a growing answer; more where drawing takes long
@@ -97,7 +97,7 @@ class Panel {
 
   begin(answer) {
     this.answer = answer;
-    // events with their times since the first pass, for a replay
+    // events with their milliseconds since the first pass, for a replay
     this.recorded = [];
     [this.first, this.undrafted, this.before] = [0, 0, answer.seconds];
   }
@@ -163,18 +163,19 @@ class Panel {
     answer.seconds = this.before + (now - this.first) / 1000;
   }
 
-  async replay(live, signal) {
-    // the recorded events at their recorded times, counted from the first token of the answer that is decoded now
+  async replay(signal, most) {
+    // the recorded events at their recorded times, from the first token on
     const { recorded, answer } = this;
-    for (const panel of [this, live]) Object.assign(panel.bar, { hidden: false, max: answer.tokens });
-    this.state.textContent = " · replayed at its recorded times";
+    const began = performance.now();
+    current = this;
+    Object.assign(this.bar, { hidden: false, max: most });
+    this.state.textContent = " · replayed as it was timed";
     this.begin({ ...newAnswer(answer.kind), wait: answer.wait });
     this.redraw();
-    for (let index = 0; index < recorded.length && !signal.aborted && !live.hasFailed; ) {
+    for (let index = 0; index < recorded.length && !signal.aborted; ) {
       await new Promise((done) => setTimeout(done, FRAME / 2));
-      const ms = live.first ? performance.now() - live.first : -1;
       // any clock but 0 will do: its differences are counted
-      for (; recorded[index]?.ms <= ms; index++) this.take(recorded[index].choice, 1 + recorded[index].ms);
+      for (; recorded[index]?.ms <= performance.now() - began; index++) this.take(recorded[index].choice, 1 + recorded[index].ms);
     }
     [this.answer, this.recorded, this.state.textContent] = [answer, recorded, ""];
     this.redraw();
@@ -193,9 +194,6 @@ class Panel {
         if (event.error) throw new Error(event.error.message);
         for (const choice of event.choices) this.take(choice);
       }
-    } catch (error) {
-      this.hasFailed = true;
-      throw error;
     } finally {
       this.box.removeAttribute("aria-busy");
       this.state.textContent = "";
