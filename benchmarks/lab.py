@@ -49,7 +49,8 @@ from foresay_lab.replay.arrivals import poisson
 from foresay_lab.replay.record import record
 from foresay_lab.replay.replay import replay
 from foresay_lab.replay.simulate import SimulatedLoad, simulate
-from foresay_lab.tune import Tuner, pick
+from foresay_lab.candidates import pick
+from foresay_lab.tune import Tuner
 from foresay_lab.workers import work
 from foresay_lab.workers.pool import Pool
 from foresay_lab.workers.processes import Processes

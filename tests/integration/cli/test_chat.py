@@ -330,9 +330,9 @@ def test_a_terminal_of_80_columns(terminals: Any, tmp_path: Path, model: foresay
     assert "trace: on" in plain(terminal("/trace on"))
     assert colours(terminal("hello hello hello")) >= {"32", "36"}
     table = plain(terminal("/compare"))
-    assert re.search(r"^method +tokens +secs +tok/s +drafted", table, re.MULTILINE)
+    assert re.search(r"^method +tokens +drafted +accepted +used", table, re.MULTILINE)
     assert re.search(r"^max_gram +40 .* yes$", table, re.MULTILINE)
-    assert max(len(line) for line in table.splitlines() if "Decoding" not in line) <= 80
+    assert max(len(line) for line in table.splitlines() if "Comparing" not in line) <= 80
     terminal.child.send("\x03")
     assert "Ctrl-D or /quit leaves" in plain(terminal.ready())
     terminal.child.send("two\x1b\rlines")  # Alt-Enter
@@ -348,7 +348,7 @@ def test_ctrl_c_ends_a_comparison_or_an_answer_which_is_kept(
 ) -> None:
     terminal = terminals(80, "-n", "4000", "--drafter", "none", "--no-history")
     terminal.child.send("/compare hello\r")
-    terminal.child.expect_exact("plain (method 1 of")
+    terminal.child.expect_exact("plain, run 1 of 1")
     for _ in range(5):  # Python drops an interrupt that meets a finaliser at work
         terminal.child.send("\x03")
         if terminal.child.expect_exact(["(stopped)", pexpect.TIMEOUT], timeout=1) == 0:
@@ -386,6 +386,6 @@ def test_a_terminal_of_40_columns_without_colours(terminals: Any) -> None:
     compared = plain(printed[1]).replace("\n", " ")
     assert "plain   tokens 12" in compared and "prompt_lookup   tokens 12" in compared
     lines = plain("".join(printed[1:])).splitlines()
-    assert max(len(line) for line in lines if "Decoding" not in line and "Preparing" not in line) <= 40
+    assert max(len(line) for line in lines if "Comparing" not in line) <= 40
     assert "/top-k N: sample from the N most likely\ntokens; 0 is all." in plain(printed[2]).replace(" \n", "\n")
     assert terminal.leave() == 0
