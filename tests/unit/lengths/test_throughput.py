@@ -251,6 +251,19 @@ def test_ragged_passes_whose_drafts_never_pay_lose_next_to_nothing(accept: float
     assert world.run(policy, 1500)[0] > 0.98 * 8
 
 
+@pytest.mark.parametrize("rows", [8, 32])
+def test_the_first_steps_of_a_batch_lose_next_to_nothing(rows: int) -> None:
+    """Less than a plain pass: a trial drafts for an eighth of the rows, others in each step, with as much less credit."""
+    world, policy = Ragged((0.0,) * rows, 1 / rows), ThroughputLength()
+    world.column_cost = 0.5
+    rate, chosen = world.run(policy, 64)
+    assert rate > 0.985 * rows
+    drafted = [[i for i, n in enumerate(step) if n] for step in chosen if any(step)]
+    assert max(map(len, drafted)) == rows // 8 and len({i for step in drafted for i in step}) > rows // 8
+    world.accepts, world.share = (0.9,) * rows, 0.1 / rows
+    assert world.run(policy, 300)[0] > 0.7 * world.best(), "and finds out where they begin to pay"
+
+
 @pytest.mark.parametrize(("rows", "share", "first"), [(1, 0.06, 4), (8, 0.04, 3), (32, 0.03, 1), (32, 0.2, 1)])
 def test_a_first_draft_costs_at_most_about_a_plain_pass(rows: int, share: float, first: int) -> None:
     """The column cost is measured before: many rows with long drafts would cost several."""

@@ -147,7 +147,7 @@ def test_drafts_are_soon_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
         return float(np.mean([regained(n, *texts, **c) for n in (200, 350) for texts in HARD_AND_EASY for c in costs]))
 
     assert mean() > 0.87
-    add, loan = measured_drafter.Credit.add, measured_drafter.Credit().passes
+    add, loan = measured_drafter.Credit.add, measured_drafter.Credit(1.0).passes
 
     def begun_large(self: measured_drafter.Credit, allowance: float, lost: float) -> None:
         self.needed = loan
