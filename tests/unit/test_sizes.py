@@ -14,7 +14,7 @@ MOST = {
     "cli": 3591,
     "decoding": 4815,
     "drafters": 4540,
-    "engine": 1332,
+    "engine": 1338,
     "foresay_lab": 651,
     "foresay_lab/bench": 699,
     "foresay_lab/check": 381,
@@ -25,11 +25,11 @@ MOST = {
     "foresay_lab/report": 819,
     "foresay_lab/training": 3375,
     "foresay_lab/workers": 517,
-    "generation": 1952,
+    "generation": 1959,
     "integrations": 790,
     "lengths": 1197,
     "models": 985,
-    "models/cache": 1215,
+    "models/cache": 1298,
     "models/cpu": 1981,
     "models/drafts": 3518,
     "models/families": 1179,
@@ -43,7 +43,7 @@ MOST = {
     "spec": 1325,
     "text": 4926,
     "kernels in C++": 4217,
-    "tests": 61249,
+    "tests": 61280,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

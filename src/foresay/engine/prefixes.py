@@ -45,10 +45,14 @@ class SharesPrefixes(Protocol):
 
 @runtime_checkable
 class RewindsToSnapshots(Protocol):
-    """A cache whose prefixes can be copied only at some lengths. Copies in `save_prefix` have the same method without `row`."""
+    """A cache whose prefixes can be copied only at some lengths. Copies in `save_prefix` have `prefix_length` without `row`."""
 
     def prefix_length(self, row: int, length: int) -> int:
         """Return the length of the longest prefix of at most `length` tokens that can be copied from a row."""
+        ...
+
+    def stored_length(self, row: int, length: int) -> int:
+        """Return the length of the longest prefix of at most `length` tokens that can outlive the process."""
         ...
 
 
@@ -230,6 +234,8 @@ class PrefixStore:
 
     def _keep(self, cache: SharesPrefixes, row: Row, index: int, length: int) -> None:
         """Keep the first tokens of a row beyond the process, unless they are kept."""
+        if isinstance(cache, RewindsToSnapshots):
+            length = cache.stored_length(index, length)
         salt, tokens = row.params.cache_salt, row.tokens[:length].copy()
         assert self._kept is not None
         if length >= MIN_TOKENS and self._kept.longest(salt, tokens, self.hidden_layers)[0] < length:

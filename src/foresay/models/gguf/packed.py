@@ -46,9 +46,7 @@ Parts = dict[str, list[NativeProduct]]
 class PackedWeights:
     """The products of a file: those of an earlier load, or new ones, which `write` keeps."""
 
-    def __init__(
-        self, header: GgufHeader, part: str = "", progress: Callable[[str], None] = lambda text: None
-    ) -> None:
+    def __init__(self, header: GgufHeader, part: str = "", progress: Callable[[str], None] = lambda text: None) -> None:
         """part: name of a part of the file that is loaded separately. Raises ConfigError for an invalid $FORESAY_PACKED_GB.
 
         progress: called with a text for each product that is packed.
@@ -79,7 +77,9 @@ class PackedWeights:
         size = sum(part.nbytes for parts in self._new.values() for part in parts)
         if 0 < size <= self._limit and self._header.is_unchanged():
             if size >= _ANNOUNCED:
-                text = "%s was packed for this processor in %.0f s; %.1f GB in %s spare later loads that (%s=0 keeps none)"
+                text = (
+                    "%s was packed for this processor in %.0f s; %.1f GB in %s spare later loads that (%s=0 keeps none)"
+                )
                 taken = monotonic() - self._began
                 logger.warning(text, self._header.path.name, taken, size / 1e9, self._path.parent, LIMIT)
             threading.Thread(target=_write, args=(self._path, self._new, self._limit - size), name=_THREAD).start()
