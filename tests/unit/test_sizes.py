@@ -14,7 +14,7 @@ MOST = {
     "cli": 3591,
     "decoding": 4815,
     "drafters": 4540,
-    "engine": 1338,
+    "engine": 1343,
     "foresay_lab": 651,
     "foresay_lab/bench": 699,
     "foresay_lab/check": 381,
@@ -29,7 +29,7 @@ MOST = {
     "integrations": 790,
     "lengths": 1197,
     "models": 985,
-    "models/cache": 1298,
+    "models/cache": 1312,
     "models/cpu": 1981,
     "models/drafts": 3518,
     "models/families": 1179,
@@ -43,7 +43,7 @@ MOST = {
     "spec": 1325,
     "text": 4926,
     "kernels in C++": 4217,
-    "tests": 61280,
+    "tests": 61295,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

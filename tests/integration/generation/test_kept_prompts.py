@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import foresay
 from foresay.generation import kept_prompts
 from foresay.generation.kept_prompts import MIN_TOKENS, KeptPrompts
+from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.drafts.files import write_draft
 from foresay.models.huggingface.causal import CausalModel
 from helpers import tiny
@@ -79,6 +80,20 @@ def test_a_beginning_is_kept_when_it_is_used_again(model: Path, tmp_path: Path) 
         one.generate(PROMPT, max_new_tokens=2)
         one.generate([[*PROMPT, *end] for end in ENDS], max_new_tokens=2)
     assert [len(load_file(path)["tokens"]) for path in files(tmp_path)] == [len(PROMPT)]
+
+
+def test_a_kept_prompt_is_copied_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding waits for the copy that stays in memory alone; the file is written from it, and without one, from its own."""
+    copied, honest = list[int](), SlotCache.save_prefix
+    monkeypatch.setattr(SlotCache, "save_prefix", lambda self, row, n: (copied.append(n), honest(self, row, n))[1])
+    for prefix_bytes, lengths in ((1 << 30, [len(PROMPT) + 11]), (0, [len(PROMPT)])):
+        with foresay.load(model, drafter="none", dtype="fp32", keep_prompts=tmp_path / str(prefix_bytes)) as one:
+            copied.clear()
+            session = one.session(prefix_bytes=prefix_bytes)
+            session.submit(PROMPT, foresay.SamplingParams(max_new_tokens=12, keep_prompt=True))
+            while session.has_work:
+                session.step()
+        assert copied == lengths and len(files(tmp_path / str(prefix_bytes))) == 1
 
 
 def test_nothing_else_is_read(model: Path, kept: tuple[Path, list[int]], tmp_path: Path) -> None:

@@ -36,6 +36,10 @@ class SavedPrefix:
         """Return the length of the longest prefix of at most `length` tokens that can be copied."""
         return max((one.length for one in self.snapshots if one.length <= length), default=0)
 
+    def first(self, length: int) -> SavedPrefix:
+        """Return the first `length` tokens, without copying."""
+        return SavedPrefix(self.slots.first(length), tuple(one for one in self.snapshots if one.length <= length))
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors by name, for a file."""
         states = [(one.length, one.state) for one in self.snapshots]

@@ -153,6 +153,12 @@ class SavedRow:
     slots: SavedSlots
     states: RowStates
 
+    def first(self, length: int) -> SavedRow:
+        """Return the first `length` tokens, at which `stored_length` ends, without copying slots."""
+        states = self.states.copy()
+        states.go_to(length)
+        return SavedRow(self.slots.first(length), states)
+
     @property
     def nbytes(self) -> int:
         """Bytes of memory in use."""

@@ -43,6 +43,10 @@ class SavedSlots:
         """Bytes of memory in use."""
         return sum(store.nbytes for part in self.parts for store in part or ())
 
+    def first(self, length: int) -> SavedSlots:
+        """Return the first `length` slots, without copying."""
+        return SavedSlots(tuple(part and (part[0][:length], part[1][:length]) for part in self.parts))
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors by name, for a file."""
         every = [one for part in self.parts for one in part or (None, None)]
