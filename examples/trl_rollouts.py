@@ -74,6 +74,7 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 def main(steps: int = 30) -> list[float]:
     """Train the tiny model to write a, and return the mean reward of each step."""
     from datasets import Dataset
+    from transformers import PrinterCallback
     from trl import GRPOConfig, GRPOTrainer
 
     policy, tokenizer = tiny_policy()
@@ -94,6 +95,7 @@ def main(steps: int = 30) -> list[float]:
     )
     prompts = Dataset.from_dict({"prompt": ["the sea is", "once upon a time"] * 8})
     trainer = GRPOTrainer(policy, reward, config, prompts, processing_class=tokenizer, rollout_func=rollouts)
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
     rewards = [line["reward"] for line in trainer.state.log_history if "reward" in line]
     print(f"mean reward: {rewards[0]:.2f} in the first step, {rewards[-1]:.2f} in step {len(rewards)}")
