@@ -131,14 +131,20 @@ def show(rows: Sequence[Row], generator: Generator) -> None:
     cells = [_cells(row, spread) for row in rows]
     table = tables.table(_WIDE, cells, out, short=_SHORT)
     marked = [] if all(NOISE not in row[-2] for row in cells) else [_REASON.format(percent(spread))]
-    for one in (table, *marked, *differences(rows, generator.tokenizer), *_conclusion(rows, spread, generator)):
+    sentence, command = _conclusion(rows, spread, generator)
+    for one in (table, *marked, *differences(rows, generator.tokenizer), *sentence):
         out.print(one, soft_wrap=not out.is_terminal)
+    for one in command:  # in one piece, to be copied
+        out.print(one, soft_wrap=True)
     if not generator.rule.exact:
         notes().print(f"(the rule {generator.rule.name} is lossy: its output may differ)", style="dim")
 
 
-def _conclusion(rows: Sequence[Row], spread: float, generator: Generator) -> list[str]:
-    """Return the fastest method on this prompt and the command that serves the model so; nothing where an output is wrong."""
+def _conclusion(rows: Sequence[Row], spread: float, generator: Generator) -> tuple[list[str], list[str]]:
+    """Return lines of the fastest method on this prompt and of the command that serves the model so.
+
+    No lines where an output is wrong, or without the model's default.
+    """
     speeds = {
         row.runner.method: 1.0 if found["noise"] else found["speed_up"]
         for row in rows[1:]
@@ -146,12 +152,12 @@ def _conclusion(rows: Sequence[Row], spread: float, generator: Generator) -> lis
     }
     own = {one: speeds.pop(one) for one in list(speeds) if one.drafter == generator.drafter_name}
     if not speeds | own or broken(rows) or not generator.has_default_drafter or not own:
-        return []
+        return [], []
     speeds = own | speeds
     best = max(speeds, key=lambda one: speeds[one])
     gains = f"{best.drafter} is {speeds[best]:.2f}x plain decoding" if speeds[best] > 1 else "nothing gains"
     todo, line = advice(generator.target.name, speeds)
-    return [f"On this prompt {gains}. {todo}: {line}"]
+    return [f"On this prompt {gains}."], [f"{todo}: {line}"]
 
 
 def plain_spread(rows: Sequence[Row]) -> float:

@@ -49,7 +49,8 @@ def base(folder: Path) -> list[str]:
 
 def rows(out: str) -> dict[str, list[str]]:
     """The table's cells by method, under its names."""
-    shown = [line for line in out[out.index("method ") :].splitlines() if not line.startswith(("~ ", "On this prompt"))]
+    shown = [line for line in out[out.index("method ") :].splitlines() if not line.startswith(("~ ", "On this"))]
+    shown = [line for line in shown if ": foresay serve " not in line]
     lines = [line.split("  ") for line in shown if line]
     cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
     return {line[0]: line[1:] for line in cells}
