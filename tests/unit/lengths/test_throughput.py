@@ -37,9 +37,9 @@ class World:
     def run(self, policy: ThroughputLength, steps: int) -> tuple[float, list[int]]:
         """(expected tokens per second and row of the lengths that were chosen, and these)."""
         rows, seconds, tokens, chosen = rows_of(self.batch, ragged=False), 0.0, 0.0, []
-        for _ in range(steps):
+        for step in range(steps):
             length = policy.budget(rows)[0]
-            assert policy.budget(rows) == [length] * self.batch, "reading changes nothing"
+            assert step % 10 or policy.budget(rows) == [length] * self.batch, "reading changes nothing"
             held = [accepted(length, self.accept, self.rng) for _ in rows]
             draft = self._noisy(self.draft_s(length)) if length else 0.0
             total = draft + self._noisy(self.pass_s(self.batch, length + 1))

@@ -57,8 +57,10 @@ def rate(
                     drafted[i] += 1
                     alive[i] = alive[i] and luck[i] < sure[i]
                     held[i] += alive[i]
-            zeros = torch.zeros(batch, dtype=torch.int64)
             depth += 1
+            if stopping.rule.reads is Reads.NOTHING:
+                continue
+            zeros = torch.zeros(batch, dtype=torch.int64)
             able = [n > depth for n in going]
             go_on = stopping.keep(DraftStep(zeros + depth - 1, zeros, distributions(sure), None, able))
             if go_on is not None:
