@@ -8,7 +8,7 @@
 #                     ARM in an emulator (Debian: apt install clang g++-aarch64-linux-gnu qemu-user-static)
 # make test-processors   the tests that compare bits, those of kernels and of Triton's interpreter as three kinds of processor run them:
 #                     an AVX2 one, an AVX-512 one and an old one, in the kernels of OpenBLAS, of PyTorch and in ours (hours)
-# make test-engines   install vLLM into an environment of its own, lm-evaluation-harness and llama.cpp (compiled) into ours, and run the tests that need them
+# make test-engines   install vLLM into an environment of its own, lm-evaluation-harness, trl and llama.cpp (compiled) into ours, and run the tests that need them
 # make test-clients   install the newest clients of OpenAI's and Anthropic's APIs into environments of their own, and run them against the server
 
 PYTHON ?= python3
@@ -59,7 +59,7 @@ test-processors: $(READY)
 
 test-engines: $(READY) $(VLLM)/.ready
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "lm-eval==0.4.13"
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "llama-cpp-python==0.3.36" "ray==2.60.0"
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "llama-cpp-python==0.3.36" "ray==2.60.0" "trl==1.16.0"
 	FORESAY_VLLM=$(VLLM)/bin/python $(VENV)/bin/python -m pytest -W default tests/engines
 
 # Lower bounds alone: the newest releases, and an error where pip would fall back to an old one.

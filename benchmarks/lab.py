@@ -40,6 +40,7 @@ from foresay.spec.recipes import read_drafter, read_length
 from foresay_lab.bench.bench import Progress, bench
 from foresay_lab.bench.runners import sampling_name
 from foresay_lab.bench.settings import BenchSettings
+from foresay_lab.candidates import pick
 from foresay_lab.data.datasets import halves, load_items, subset
 from foresay_lab.data.items import PromptItem
 from foresay_lab.data.requests import RequestBuilder
@@ -49,7 +50,7 @@ from foresay_lab.replay.arrivals import poisson
 from foresay_lab.replay.record import record
 from foresay_lab.replay.replay import replay
 from foresay_lab.replay.simulate import SimulatedLoad, simulate
-from foresay_lab.tune import Tuner, pick
+from foresay_lab.tune import Tuner
 from foresay_lab.workers import work
 from foresay_lab.workers.pool import Pool
 from foresay_lab.workers.processes import Processes

@@ -9,6 +9,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("FORESAY_PACKED_GB", "0")  # tests load hundreds of small files; test_packed.py removes it
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test starts compiles every module anew
 # next to another process of the same run, the programs that tests start share the cores too
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -88,12 +89,17 @@ def _seeded() -> None:
 
 
 @pytest.fixture(scope="session")
-def broken_kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Call with the name of a fault, within a `with`: the kernels have it. They are compiled once for all workers."""
+def broken_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Call with the name of a fault, within a `with`: the kernels have it.
+
+    They are compiled once for all workers, and kept for later runs in pytest's cache unless that is off.
+    """
     from helpers.broken_kernels import broken_kernels
 
     base = tmp_path_factory.getbasetemp()
-    return partial(broken_kernels, (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "broken-kernels")
+    cache = getattr(request.config, "cache", None)
+    folder = cache.mkdir("kernels") if cache else base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    return partial(broken_kernels, folder / "broken-kernels")
 
 
 @pytest.fixture(scope="session")

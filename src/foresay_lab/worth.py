@@ -5,28 +5,26 @@ The short version of `tune`: recorded outputs are replayed by kind, passes of a 
 
 from __future__ import annotations
 
-import shlex
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from time import perf_counter, thread_time
 
 from foresay.decoding.capabilities import PREFILL_CHUNK
+from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.generator import Generator
 from foresay.generation.method import Method
 from foresay.records.profile import Profile
 from foresay.records.recording import Recording
+from foresay_lab.candidates import PAYS, Candidate, is_rough
 from foresay_lab.measure.profile import measure
 from foresay_lab.replay.predict import Expected
-from foresay_lab.tune import BUSY, Candidate, Tuner, plain_decoding
+from foresay_lab.tune import BUSY, Tuner, plain_decoding
 
 COLUMNS = (1, 2, 4, 8)
 """Tokens of the passes that are timed."""
-PAYS = 1.05
-"""Least speed-up that is a gain, and least advantage over the default of another method that is recommended."""
 _BUSY_SHARE, _BUSY_SPREAD = 0.8, 1.3
 """Least share of the time for which this process had a processor, and largest ratio of equal passes, on a quiet machine."""
-_ROUGH = 0.08
-"""Relative difference between prediction and measurement from which on the prediction is rough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +59,9 @@ class Timed:
     """The sign of a busy machine; empty on a quiet one."""
 
 
-def timed(target: Generator, context: int, token_s: float) -> Timed:
-    """Time passes of COLUMNS tokens over a row of `context` tokens. token_s: seconds of prefilling a token."""
+def timed(target: Generator, context: int, probe: int) -> Timed:
+    """Time passes of COLUMNS tokens over a row of `context` tokens, and the prefill of `probe` tokens."""
+    token_s = _prefill_token_s(target, probe)
     began, cpu = perf_counter(), thread_time()
     profile = measure(target, batches=(1,), columns=COLUMNS, contexts=(context,), repeats=7, fills=())
     share = (thread_time() - cpu) / (perf_counter() - began)
@@ -106,14 +105,15 @@ def gains(
     return found
 
 
-def run_live(target: Generator, recording: Recording, profile: Profile, gain: Gain, seconds: float) -> tuple[Gain, str]:
-    """Run a method next to plain decoding, on one prompt of each kind, for about `seconds`.
+def run_live(target: Generator, recording: Recording, profile: Profile, gain: Gain, end: float) -> tuple[Gain, str]:
+    """Run a method next to plain decoding, on one prompt of each kind, until `end`, a time of `monotonic`.
 
     Returns (the gain with the result, ""), or (the gain, a sign that the machine was busy).
     """
-    kinds, tuner = len({one.category for one in recording.records}), Tuner(target, recording, profile=profile)
+    kinds = len({one.category for one in recording.records})
+    tuner = Tuner(target, recording, profile=profile, end=end)
     one = Candidate(gain.method, 1, tuner.expected(gain.method, 1), plain_decoding(recording, 1, profile))
-    [found] = tuner.confirm([one], repeats=3, count=kinds, seconds=seconds)
+    [found] = tuner.confirm([one], repeats=3, count=kinds)
     if tuner.tuning.plain_spread > BUSY:
         return gain, f"runs of plain decoding differ by {tuner.tuning.plain_spread:.0%}"
     return replace(gain, measured=found.speed_up, predicted=found.predicted), ""
@@ -130,7 +130,7 @@ def conclusion(found: Sequence[Gain], busy: str = "") -> str:
         rest = f"; the other kinds gain nothing ({_range(idle)})" if idle else ""
         text = f"It pays here: the default drafter is {_listed(pays)}{rest}."
     if default.measured is not None and default.predicted is not None:
-        rough = ": the prediction is rough" if abs(default.measured / default.predicted - 1) > _ROUGH else ""
+        rough = ": the prediction is rough" if is_rough(default.measured, default.predicted) else ""
         text += (
             f" With the time of prompts: {default.measured:.2f}x measured, {default.predicted:.2f}x predicted{rough}."
         )
@@ -142,16 +142,15 @@ def conclusion(found: Sequence[Gain], busy: str = "") -> str:
     return text
 
 
-def command(model: str, found: Sequence[Gain]) -> tuple[str, str]:
-    """Return (what to do, the command that serves the model so). found: the default first."""
-    default, best = found[0], max(found, key=lambda one: one.best_known)
-    start = f"foresay serve {shlex.quote(model)}"
-    if best.best_known > max(1.0, default.best_known) * PAYS:
-        length = f" --length {shlex.quote(best.method.length)}" if best.method.length else ""
-        return "Use", f"{start} --drafter {shlex.quote(best.method.drafter)}{length}"
-    if default.best_known < 1 / PAYS:
-        return "Turn speculation off", f"{start} --drafter none"
-    return "Keep the default", start
+def _prefill_token_s(target: Generator, count: int) -> float:
+    """Return the prefill seconds of a token, over random ones, so that no earlier prompt has the same beginning."""
+    numbers, seconds = random.Random(0), 0.0
+    for _ in range(2):  # the first run warms up
+        ids = [numbers.randrange(target.target.model.vocab_size) for _ in range(count)]
+        began = perf_counter()
+        target.generate([ids], SamplingParams(max_new_tokens=1, ignore_eos=True))
+        seconds = perf_counter() - began
+    return seconds / count
 
 
 def _of_kind(recording: Recording, kind: str) -> Recording:

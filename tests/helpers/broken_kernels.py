@@ -137,8 +137,7 @@ def broken_kernels(folder: Path, fault: str = "", *, tiles: bool = False) -> Ite
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FORESAY_CACHE", str(folder / "cache"))
         with FileLock(folder / "lock"):
-            if not (folder / "kernels.cpp").exists():
-                write_sources(folder)
+            write_sources(folder)
             patch.setattr(build, "SOURCES", tuple(folder / source.name for source in sources))
             build.library.cache_clear()
             library = build.library()

@@ -10,9 +10,11 @@ import runpy
 import shlex
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from foresay.cli import demo
 from foresay.cli.app import _run
@@ -272,6 +274,35 @@ def test_own_drafter(chat_folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     out = capsys.readouterr().out
     assert "same output without a drafter: True" in out
     assert "16 tokens in 16 target passes" not in out, "no draft token was accepted"
+
+
+def test_trl_rollouts() -> None:
+    """Without trl: log-probabilities are the policy's, at each step of training, and old ones until the next step."""
+    example = load("trl_rollouts")
+    policy, tokenizer = example["tiny_policy"]()
+    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+    trainer = SimpleNamespace(model=policy, state=SimpleNamespace(global_step=0))
+    trainer.accelerator = SimpleNamespace(unwrap_model=lambda model: model)
+    trainer.args = SimpleNamespace(max_completion_length=12, **neutral)
+    rollouts = example["Rollouts"](policy, tokenizer, drafter="suffix")
+
+    def is_the_policys(done: dict[str, Any]) -> bool:
+        given = zip(done["prompt_ids"], done["completion_ids"], done["logprobs"], strict=True)
+        return all(torch.allclose(scored(prompt, written), torch.tensor(found)) for prompt, written, found in given)
+
+    def scored(prompt: list[int], written: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            scores = policy.eval()(torch.tensor([prompt + written])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        return scores[torch.arange(len(written)), torch.tensor(written)]
+
+    for step in (1, 2):
+        done = rollouts(["the sea is", "the sea is", "a"], trainer)
+        assert done["prompt_ids"] == [tokenizer.encode(text) for text in ("the sea is", "the sea is", "a")]
+        assert is_the_policys(done) and done["completion_ids"][0] != done["completion_ids"][1]
+        with torch.no_grad():
+            policy.lm_head.weight.mul_(3)
+        assert not is_the_policys(rollouts(["the sea is"], trainer)), "control"
+        trainer.state.global_step = step
 
 
 def test_server_and_client(chat_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

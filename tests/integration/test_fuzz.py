@@ -22,7 +22,7 @@ def test_mutated_files_are_read_or_refused(tmp_path: Path, request: pytest.Fixtu
 
 def test_what_a_reader_must_not_do_is_a_failure(tmp_path: Path) -> None:
     """Negative controls: one file of four, which is kept; where the process died, another one goes on."""
-    tallies = fuzz([f"helpers.fuzz_broken:{name}" for name in fuzz_broken.FORMATS], 0, 4, tmp_path, limit_s=4)
+    tallies = fuzz([f"helpers.fuzz_broken:{name}" for name in fuzz_broken.FORMATS], 0, 4, tmp_path, limit_s=2)
     for name, tally in tallies.items():
         assert (tally.accepted, tally.refused, len(tally.failures)) == (2, 1, 1), name
         assert (tmp_path / f"{name}-0-1").read_bytes() == b"\x01"

@@ -1,4 +1,4 @@
-"""1,000 simulated runs of the server keep every invariant, and 4,000 with --long; broken versions do not.
+"""500 simulated runs of the server keep every invariant, and 4,000 with --long; broken versions do not.
 
 `scripts/simulation SEED` repeats one run.
 """
@@ -24,7 +24,7 @@ from simulation.model import HashCache
 from simulation.run import Simulation, plain_text, reference, simulate
 from simulation.several import NAMES, SeveralModels, simulate_several
 
-SEEDS, LONG, PART, OF_SEVERAL = 1_000, 4_000, 500, 120
+SEEDS, LONG, PART, OF_SEVERAL = 500, 4_000, 500, 120
 Patch = pytest.MonkeyPatch
 
 

@@ -147,7 +147,7 @@ def test_shown_commands_exist() -> None:
     assert {f"{path.name}: {line}": defects for path, line in lines if (defects := wrong_usage(line))} == {}
     for line, wrong in (
         ("foresay load answers.jsonl", "load"),
-        ("foresay tune -m org/name --latencies 40 --yes", "tune --latencies"),
+        ("foresay tune -m org/name --latencies 40 --force", "tune --latencies"),
         ("foresay distill x.safetensors --kind ngram --orders=3", "distill --orders"),
     ):
         assert wrong_usage(line) == [wrong], "control"

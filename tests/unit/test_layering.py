@@ -78,7 +78,7 @@ ORDER = {
         "message_kind < generating < embedding < adapters < app < running"
     ),
     "foresay_lab/workers": "pool < jobs work < processes ray",
-    "foresay_lab": "data training < measure < replay check < bench < report < tune workers < worth < commands",
+    "foresay_lab": "data training < measure < replay check < bench < report candidates < tune workers < worth < commands",
 }
 """The packages, and the modules of a package, the lowest first; those between two `<` do not import each other.
 

@@ -16,7 +16,7 @@ from foresay.cli.command import Given
 from foresay.cli.commands import feature
 from foresay.cli.common import draft_of, fresh_seed, load_generator, read_prompt, sampled, sampling_params
 from foresay.cli.drafts import found_draft, suggest
-from foresay.cli.progress import advancing, loading, note
+from foresay.cli.progress import advancing, note
 from foresay.cli.tables import sum_up
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, PromptError
@@ -83,14 +83,14 @@ def _one(generator: Generator, text: str, params: SamplingParams, given: Given, 
     done = generator.generate(request, params) if given.json else stream(generator, request, params, trace=given.trace)
     seconds = perf_counter() - began
     if not given.json:
-        _sum_up(done, seconds, trace=given.trace)
+        _sum_up(done, seconds, trace=given.trace, figures=not given.compare)
     rows = []
     if given.compare:
         table, draft = feature("compare"), draft_of(generator)
         every = [replace(one, length=given.length or one.length) for one in table.methods(generator, draft, None)]
-        with loading("Preparing the drafters") as progress:
+        with advancing("Comparing") as advance:
             chosen = (named or every, draft, params, given.repeats)
-            rows = table.compare(generator, text, *chosen, progress, raw=given.raw)
+            rows = table.compare(generator, text, *chosen, advance, raw=given.raw)
     if given.json:
         record = done.as_record() | {"seconds": seconds, "tokens_per_s": len(done.token_ids) / seconds}
         record |= (
@@ -125,13 +125,13 @@ def stream(generator: Generator, request: Any, params: SamplingParams, *, trace:
     return whole
 
 
-def _sum_up(done: Generation, seconds: float, *, trace: bool) -> None:
-    """Print counts and times of the text on stderr; on stdout only what an option requests."""
+def _sum_up(done: Generation, seconds: float, *, trace: bool, figures: bool) -> None:
+    """Print counts and times of the text on stderr, with `figures`; on stdout only what an option requests."""
     out = console()
     if trace:
         out.print()
         out.print(legend(out))
-    if notes().is_terminal:
+    if figures and notes().is_terminal:
         notes().print(sum_up(done.stats, seconds, done.seed, exact=done.exact), style="dim")
 
 

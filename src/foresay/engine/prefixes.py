@@ -35,7 +35,7 @@ class SharesPrefixes(Protocol):
         ...
 
     def save_prefix(self, row: int, length: int) -> Any:
-        """Return a copy of a row's first `length` slots, with its size in `nbytes`."""
+        """Return a copy of a row's first `length` slots, with its size in `nbytes`; `first(n)` returns the first n of them."""
         ...
 
     def load_prefix(self, row: int, saved: Any, length: int) -> None:
@@ -45,10 +45,14 @@ class SharesPrefixes(Protocol):
 
 @runtime_checkable
 class RewindsToSnapshots(Protocol):
-    """A cache whose prefixes can be copied only at some lengths. Copies in `save_prefix` have the same method without `row`."""
+    """A cache whose prefixes can be copied only at some lengths. Copies in `save_prefix` have `prefix_length` without `row`."""
 
     def prefix_length(self, row: int, length: int) -> int:
         """Return the length of the longest prefix of at most `length` tokens that can be copied from a row."""
+        ...
+
+    def stored_length(self, row: int, length: int) -> int:
+        """Return the length of the longest prefix of at most `length` tokens that can outlive the process."""
         ...
 
 
@@ -64,7 +68,7 @@ class KeepsPrefixes(Protocol):
         ...
 
     def keep(self, salt: str, tokens: IntArray, copy: Callable[[], tuple[Any, Mapping[int, torch.Tensor]]]) -> None:
-        """Keep a prefix. copy: returns a copy of its slots and hidden states, which nothing changes; called if it is kept."""
+        """Keep a prefix. copy: returns its slots and hidden states, which nothing changes; called if it is kept."""
         ...
 
 
@@ -81,6 +85,10 @@ class _Saved:
     def nbytes(self) -> int:
         """Size of slots and hidden states in bytes."""
         return int(self.slots.nbytes) + sum(states.nbytes for states in self.hidden.values())
+
+    def first(self, length: int) -> tuple[Any, Mapping[int, torch.Tensor]]:
+        """Return slots and hidden states of the first `length` tokens, without copying: nothing changes them."""
+        return self.slots.first(length), {layer: states[:length] for layer, states in self.hidden.items()}
 
     def prefix_length(self, wanted: IntArray) -> int:
         """Return the length of the longest prefix in common with other tokens that can be copied."""
@@ -207,20 +215,21 @@ class PrefixStore:
         length = min(cache.lengths[index], row.size - 1, self._reusable(row))
         if not isinstance(cache, SharesPrefixes) or row.source is not None or length < MIN_TOKENS:
             return
-        if self._kept is not None:
-            self._keep(cache, row, index, min(length, row.prompt_length if row.params.keep_prompt else again))
-        if not self.max_bytes:
+        lasting = self._lasting(cache, row, index, min(length, row.prompt_length if row.params.keep_prompt else again))
+        if not (length := length if self.max_bytes else lasting):
             return
-        tokens = row.tokens[:length].copy()
-        salt = row.params.cache_salt
+        tokens, salt = row.tokens[:length].copy(), row.params.cache_salt
+        saved = _Saved(salt, tokens, cache.save_prefix(index, length), self._hidden(row, length))
+        if lasting:
+            assert self._kept is not None
+            self._kept.keep(salt, tokens[:lasting], lambda: saved.first(lasting))
+        if saved.nbytes > self.max_bytes:
+            return
         for key, known in list(self._saved.items()):
             if known.salt == salt and common_prefix(known.tokens, tokens) == len(
                 known.tokens
             ):  # the new one contains it
                 self._drop(key)
-        saved = _Saved(salt, tokens, cache.save_prefix(index, length), self._hidden(row, length))
-        if saved.nbytes > self.max_bytes:
-            return
         key = _key(row, length)
         self._drop(key)
         self._saved[key] = saved
@@ -228,12 +237,14 @@ class PrefixStore:
         while self.nbytes > self.max_bytes:
             self._drop(next(iter(self._saved)))
 
-    def _keep(self, cache: SharesPrefixes, row: Row, index: int, length: int) -> None:
-        """Keep the first tokens of a row beyond the process, unless they are kept."""
-        salt, tokens = row.params.cache_salt, row.tokens[:length].copy()
-        assert self._kept is not None
-        if length >= MIN_TOKENS and self._kept.longest(salt, tokens, self.hidden_layers)[0] < length:
-            self._kept.keep(salt, tokens, lambda: (cache.save_prefix(index, length), self._hidden(row, length)))
+    def _lasting(self, cache: SharesPrefixes, row: Row, index: int, length: int) -> int:
+        """Return how many of a row's first `length` tokens will outlive the process: 0 if none, or if all of them do already."""
+        if self._kept is None:
+            return 0
+        if isinstance(cache, RewindsToSnapshots):
+            length = cache.stored_length(index, length)
+        is_kept = self._kept.longest(row.params.cache_salt, row.tokens[:length], self.hidden_layers)[0] >= length
+        return 0 if is_kept or length < MIN_TOKENS else length
 
     def _hidden(self, row: Row, length: int) -> dict[int, torch.Tensor]:
         """Return a copy of the hidden states of a row's first tokens."""

@@ -1,4 +1,4 @@
-"""Beginnings of prompts in a folder: keys and values that outlive the process, in the bits in which they were computed.
+"""Beginnings of prompts in a folder: keys, values and states that outlive the process, in the bits in which they were computed.
 
 Owns the files, their index, and the thread that writes them. A file belongs to one model (its weights, the kernels' results and
 the cache's layout), one salt and one sequence of tokens; nothing else ever reads it. The least recently used files are removed to
@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock, get_native_id
-from typing import Any
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -25,12 +25,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from foresay.checks import check_float
-from foresay.decoding.passes import ModelInput
+from foresay.decoding.passes import Logits, ModelInput
 from foresay.decoding.rows import IntArray, common_prefix
 from foresay.errors import ConfigError
 from foresay.files import fingerprint, work_folder, writing
+from foresay.models.cache.recurrent_cache import RecurrentCache
 from foresay.models.cache.slot_cache import SlotCache
-from foresay.models.cache.stores import SavedSlots
+from foresay.models.cache.snapshots import state_lengths
+from foresay.models.cache.state_cache import StateCache
 from foresay.models.sources.wrapping import LoadedModel
 from foresay.version import __version__
 
@@ -44,14 +46,18 @@ _COLUMNS = 4096
 """Sums of each tensor that are a part of a file's checksum."""
 _MOST_WAITING = 4
 """Beginnings that wait to be written; further ones are kept when they are used again."""
-Layout = tuple[tuple[str, tuple[int, ...]] | None, ...]
-"""dtype, and shape after the slots, of the keys and of the values of each layer; None for a layer without any."""
 
 
-def layout_of(saved: SavedSlots) -> Layout:
-    """Return the layout of a copy of slots."""
-    parts = [one for part in saved.parts for one in (part or (None, None))]
-    return tuple(None if one is None else (str(one.dtype), tuple(one.shape[1:])) for one in parts)
+class Copy(Protocol):
+    """A copy of the beginning of a row: keys and values, and states of recurrent layers."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by name."""
+        ...
+
+    def restored(self, tensors: Mapping[str, torch.Tensor], count: int) -> Copy:
+        """Return the copy of `count` tokens with these tensors. Raises ValueError or KeyError for those of another layout."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +68,26 @@ class KeptPrompt:
     salt: str
     tokens: IntArray
     layers: frozenset[int]
+    lengths: tuple[int, ...]
+    """Lengths at which it has states of recurrent layers, one of which a row goes on at; () for a model without any."""
+
+    def shared(self, wanted: IntArray) -> int:
+        """Return the length of the longest prefix in common with other tokens that can be copied."""
+        length = common_prefix(self.tokens, wanted)
+        return max((one for one in self.lengths if one <= length), default=0) if self.lengths else length
 
 
 class KeptPrompts:
     """Beginnings of prompts of one model in a folder, which other processes may use, too. All methods are thread-safe."""
 
-    def __init__(self, folder: str | os.PathLike[str], max_bytes: int, identity: str, layout: Layout) -> None:
-        """identity: of the model's weights and results. layout: of its cache. Raises ConfigError if the folder cannot be made."""
+    def __init__(self, folder: str | os.PathLike[str], max_bytes: int, identity: str, known: Copy) -> None:
+        """identity: of the model's weights and results. known: a copy of some tokens, which other copies are like.
+
+        Raises ConfigError if the folder cannot be made.
+        """
         self.folder, self.max_bytes = Path(folder), max_bytes
-        self._identity = hashlib.sha256(f"{_VERSION} {identity} {layout}".encode()).hexdigest()
-        self._layout, self._lock = layout, Lock()
+        self._identity = hashlib.sha256(f"{_VERSION} {identity}".encode()).hexdigest()
+        self._copy, self._lock = known, Lock()
         with writing(self.folder):
             if not self.folder.is_dir():
                 self.folder.mkdir(parents=True, mode=0o700)
@@ -90,11 +106,11 @@ class KeptPrompts:
         with self._lock:
             self._look()
             some = [one for one in self._known.values() if one is not None and one.salt == _digest(salt)]
-        found = [(common_prefix(one.tokens, wanted), i) for i, one in enumerate(some) if one.layers >= {*layers}]
+        found = [(one.shared(wanted), i) for i, one in enumerate(some) if one.layers >= {*layers}]
         length, index = max(found, default=(0, -1))
         return (length, some[index]) if length >= MIN_TOKENS else (0, None)
 
-    def load(self, one: KeptPrompt, layers: Sequence[int]) -> tuple[SavedSlots, dict[int, torch.Tensor]] | None:
+    def load(self, one: KeptPrompt, layers: Sequence[int]) -> tuple[Copy, dict[int, torch.Tensor]] | None:
         """Return keys, values and hidden states of a file; None if it is gone or damaged, which is logged once."""
         try:
             with safe_open(one.path, framework="pt") as file:
@@ -102,8 +118,7 @@ class KeptPrompts:
                 digest = file.metadata()["digest"]
             if digest != _checksum(tensors):
                 raise ValueError("its contents have changed")
-            pairs = zip(*[iter(self._slots(tensors, len(one.tokens)))] * 2, strict=True)
-            slots = SavedSlots(tuple(None if a is None or b is None else (a, b) for a, b in pairs))
+            slots = self._copy.restored(tensors, len(one.tokens))
             with suppress(OSError):  # a folder that others write
                 os.utime(one.path)
             return slots, {layer: tensors[f"hidden.{layer}"] for layer in layers}
@@ -113,9 +128,7 @@ class KeptPrompts:
             self._leave(one.path, error)
             return None
 
-    def keep(
-        self, salt: str, tokens: IntArray, copy: Callable[[], tuple[SavedSlots, Mapping[int, torch.Tensor]]]
-    ) -> None:
+    def keep(self, salt: str, tokens: IntArray, copy: Callable[[], tuple[Copy, Mapping[int, torch.Tensor]]]) -> None:
         """Write the beginning of a prompt, on another thread. copy: returns copies of its keys, values and hidden states."""
         if len(tokens) < MIN_TOKENS:
             return
@@ -152,10 +165,11 @@ class KeptPrompts:
                 if (found.get("format"), found.get("identity")) != (_FORMAT, self._identity):
                     return None
                 tokens = file.get_tensor("tokens").astype(np.int64)
-                layers = frozenset(int(key.split(".")[1]) for key in file.keys() if key.startswith("hidden."))  # noqa: SIM118
+                names = list(file.keys())
+            layers = frozenset(int(name.split(".")[1]) for name in names if name.startswith("hidden."))
             if tokens.ndim != 1 or len(tokens) < MIN_TOKENS:
                 raise ValueError("it has no tokens")
-            return KeptPrompt(path, found["salt"], tokens, layers)
+            return KeptPrompt(path, found["salt"], tokens, layers, tuple(state_lengths(names)))
         except Exception as error:  # of any library that reads it
             self._leave(path, error)
             return None
@@ -166,22 +180,8 @@ class KeptPrompts:
             logger.warning("%s is not used: %s", path, error)
         self._known[path.name] = None
 
-    def _slots(self, tensors: Mapping[str, torch.Tensor], count: int) -> list[torch.Tensor | None]:
-        """Return the keys and values of all layers in turn. Raises ValueError for another layout, KeyError for a missing one."""
-        out: list[torch.Tensor | None] = []
-        for i, expected in enumerate(self._layout):
-            one = None if expected is None else tensors[f"slots.{i}"]
-            if one is not None and (str(one.dtype), (len(one), *one.shape[1:])) != (expected[0], (count, *expected[1])):  # type: ignore[index]
-                raise ValueError(f"its tensor slots.{i} is {one.dtype} {tuple(one.shape)}")
-            out.append(one)
-        return out
-
-    def _write(
-        self, name: str, salt: str, tokens: IntArray, slots: SavedSlots, hidden: Mapping[int, torch.Tensor]
-    ) -> None:
-        parts = [one for part in slots.parts for one in (part or (None, None))]
-        tensors = {f"slots.{i}": one.contiguous() for i, one in enumerate(parts) if one is not None}
-        tensors |= {f"hidden.{layer}": states.contiguous() for layer, states in hidden.items()}
+    def _write(self, name: str, salt: str, tokens: IntArray, slots: Copy, hidden: Mapping[int, torch.Tensor]) -> None:
+        tensors = slots.tensors() | {f"hidden.{layer}": states.contiguous() for layer, states in hidden.items()}
         tensors["tokens"] = torch.from_numpy(tokens.astype(np.int32))
         stated = {"format": _FORMAT, "version": _VERSION, "identity": self._identity, "salt": _digest(salt)}
         try:
@@ -243,24 +243,31 @@ def keeping(
 ) -> KeptPrompts:
     """Return the kept prompts of a model.
 
-    Raises ConfigError for a model whose cache is more than keys and values on a CPU, for one without sharing of prefixes, and for
-    a folder that cannot be made.
+    Raises ConfigError for a model whose cache is not on a CPU or also has an encoder's output, for one without sharing of
+    prefixes, and for a folder that cannot be made.
     """
     if not isinstance(folder, str | os.PathLike):
         raise ConfigError("must be the path of a folder", param="keep_prompts", value=folder)
     if not share_prefixes:
         raise ConfigError("needs {share_prefixes}", param="keep_prompts", value=folder, share_prefixes=True)
     most = check_float("keep_prompts_gb", gigabytes, 0.0, 1e6, open_low=True)
-    model, cache = loaded.model, loaded.model.new_cache()
-    if type(cache) is not SlotCache or model.capabilities.reads_source or getattr(model, "is_shared", False):
-        text = "is for decoder-only models whose keys and values are all that one process on a CPU caches, unlike this one's"
+    model, cache = loaded.model, cast(Any, loaded.model.new_cache())
+    kinds, able = (SlotCache, RecurrentCache, StateCache), model.capabilities
+    if (
+        type(cache) not in kinds
+        or model.device.type != "cpu"
+        or able.reads_source
+        or getattr(model, "is_shared", False)
+    ):
+        text = "is for decoder-only models whose cache one process has on a CPU, unlike this one's"
         raise ConfigError(text, param="keep_prompts", value=folder)
     cache.add_rows(1)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, model.vocab_size, (1, min(_PROBE, model.max_length)), generator=generator)
-    scores = model.forward(ModelInput(ids, [ids.shape[1]]), cache).scores()
-    saved = cache.save_prefix(0, ids.shape[1])
-    results = {"scores": scores.cpu(), **{str(i): one for i, part in enumerate(saved.parts) for one in part or ()}}
+    model.forward(ModelInput(ids[:, :-1], [ids.shape[1] - 1], logits=Logits.NONE), cache)
+    scores = model.forward(ModelInput(ids[:, -1:], [1]), cache).scores()
+    saved = cache.save_prefix(0, ids.shape[1] - 1)
+    results = {"scores": scores, **saved.tensors()}
     files = fingerprint(loaded.name).hex() or loaded.name
     identity = f"{__version__} {files} {loaded.precision} {_digest_of(results)}"
-    return KeptPrompts(folder, int(most * 1e9), identity, layout_of(saved))
+    return KeptPrompts(folder, int(most * 1e9), identity, saved)

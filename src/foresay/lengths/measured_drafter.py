@@ -6,9 +6,8 @@ The rules are those of throughput.py. Does not know the drafter, nor a second on
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -38,35 +37,41 @@ _DEPTH_KIND = (*_DEPTH[:4], *[_DEPTH[4]] * 4, *[_DEPTH[5]] * MAX_DRAFT_TOKENS)
 """Kind of the token at this index of a draft."""
 
 
-@dataclass(slots=True)
 class Credit:
     """Plain passes that drafts which do not pay may still lose."""
 
-    passes: float = _LOAN
-    is_active: bool = True
-    """False once they are lost, until `needed` have grown again."""
-    needed: float = field(default_factory=lambda: _FIRST_TRIAL)
-    """Twice as many after each trial that lost them, so that what got easier is found soon and what did not is seldom tried."""
+    def __init__(self, share: float) -> None:
+        """share: of the rows, those that a trial drafts for. It loses as much less, and finds out as much per plain pass."""
+        self._loan, self._first = _LOAN * share, _FIRST_TRIAL * share
+        self.passes, self.needed = self._loan, self._first
+        """needed: those of the next trial, twice as many after each trial that lost them, so that what got easier is found soon
+        and what did not is seldom tried."""
+        self.is_active = True
+        """False once they are lost, until `needed` have grown again."""
+        self.is_trial = False
+        """True while drafts are made that do not pay by what is known."""
 
-    is_trial: bool = False
-    """True while drafts are made that do not pay by what is known."""
+    @property
+    def is_full(self) -> bool:
+        """True if nothing of the loan is lost."""
+        return self.passes >= self._loan
 
     def add(self, allowance: float, lost: float) -> None:
         """Add plain passes; take those that drafts lost, negative if they paid.
 
         Only trials go into debt: a long draft that pays on average and fails leaves half of the loan, to try shorter ones.
         """
-        least = -_LOAN if self.is_trial else min(self.passes, _LOAN / 2)
-        self.passes = min(max(self.passes + allowance - lost, least), _LOAN)
+        least = -_LOAN if self.is_trial else min(self.passes, self._loan / 2)
+        self.passes = min(max(self.passes + allowance - lost, least), self._loan)
         self.is_active = self.is_active or self.passes >= self.needed
-        if lost < 0 and self.passes == _LOAN:
-            self.needed = _FIRST_TRIAL
+        if lost < 0 and self.is_full:
+            self.needed = self._first
 
     def check(self, pays: bool) -> bool:
         """Return whether drafts that pay, or do not, are made; no longer once the credit of those that do not is lost."""
         self.is_trial = not pays
         if not pays and self.passes <= 0:
-            self.is_active, self.needed = False, min(2 * self.needed, _LOAN)
+            self.is_active, self.needed = False, min(2 * self.needed, self._loan)
         return self.is_active
 
 
@@ -103,7 +108,7 @@ class MeasuredDrafter:
         """Failed tokens of a row, those that `hazards` predicted, and the step of these counts."""
         self._num_steps = 0
         self.draft = StateKey[Draft | None](lambda: None)
-        self._credits: defaultdict[int, Credit] = defaultdict(Credit)
+        self._credits = dict[int, Credit]()
         """By the bit length of the batch size: what pays for few rows does not for many."""
         self.selects = False
         """True for an n-gram drafter: of the tokens that it finds, `selected` are scored."""
@@ -116,23 +121,37 @@ class MeasuredDrafter:
         fixed = [(n or 0) * on for on, n in zip(eligible, now.fixed, strict=True)]
         draft = Draft(fixed, [list(_DEPTH_KIND[: self.high]) for _ in free])
         self.draft.put(now.rows, draft)
-        credit = self.credit(len(free))
+        credit = self.credit(len(free), ragged=now.ragged)
         if credit.is_active:
             find = self._best_drafts if self.selects or self.stops_early else self._best_lengths
             pays, best = find(now, free, fixed, draft)
             if credit.check(pays):
-                draft.budgets = [n if on else m for on, n, m in zip(free, best, fixed, strict=True)]
+                drafts = self._few(free) if now.ragged and not pays else free
+                draft.budgets = [n if on else m for on, n, m in zip(drafts, best, fixed, strict=True)]
         return draft.budgets
 
-    def credit(self, batch: int) -> Credit:
+    def _few(self, free: Sequence[bool]) -> list[bool]:
+        """Return the rows that a trial of ragged passes drafts for: an eighth of them, others in each step, one at least."""
+        among = [i for i, on in enumerate(free) if on]
+        count = _num_tried(len(among))
+        first = self._num_steps * count
+        chosen = {among[(first + k) % len(among)] for k in range(count)} if among else set[int]()
+        return [i in chosen for i in range(len(free))]
+
+    def _costs(self, count: int) -> DraftCosts | None:
+        """Return the costs of drafting for `count` rows; until they are known, those of a trial, which are lower."""
+        costs = self.costs.nearest(count)
+        return costs if costs is not None and costs.is_known else self.costs.nearest(_num_tried(count)) or costs
+
+    def credit(self, batch: int, *, ragged: bool) -> Credit:
         """Return the credit of drafts for about as many rows."""
-        return self._credits[batch.bit_length()]
+        return self._credits.setdefault(batch.bit_length(), Credit(_num_tried(batch) / batch if ragged else 1.0))
 
     def _best_lengths(
         self, now: Situation, free: Sequence[bool], fixed: Sequence[int], draft: Draft
     ) -> tuple[bool, list[int]]:
         """Return whether drafts pay, and their best lengths; those that lose least if not."""
-        costs = self.costs.nearest(sum(free))
+        costs = self._costs(sum(free))
         if costs is None:
             return False, [self._trial(now, free)] * len(free)
         probs = np.array(self.accept_probs(now.rows, draft.kinds)) * np.array(free)[:, None]
@@ -154,7 +173,7 @@ class MeasuredDrafter:
         self, now: Situation, free: Sequence[bool], fixed: Sequence[int], draft: Draft
     ) -> tuple[bool, list[int]]:
         """Return whether drafts pay whose lengths are chosen later, by what earlier ones were worth, and their limits."""
-        costs, num_free = self.costs.nearest(sum(free)), sum(free)
+        costs, num_free = self._costs(sum(free)), sum(free)
         if not self.selects and (costs is None or not costs.is_known):
             return False, [self._trial(now, free)] * len(free)
         accepted, scored = self._mean(3, 1.0), self._mean(4, 2.0)
@@ -195,7 +214,7 @@ class MeasuredDrafter:
         Without `start_cost`, which another draft would cost as well.
         """
         costs, share = self.costs.nearest(len(now.rows)), 1 / len(now.rows)
-        if costs is None or not costs.is_known or not self.credit(len(now.rows)).is_active:
+        if costs is None or not costs.is_known or not self.credit(len(now.rows), ragged=now.ragged).is_active:
             return None
         cost = now.token_cost * (1 if now.ragged else share) * self._mean(4, 2.0)
         cost += share * now.rate * costs.seconds / now.plain_s
@@ -255,7 +274,7 @@ class MeasuredDrafter:
             column = cost / len(out)
         if gain + sum(max(n, 0.0) for n in other or ()) <= now.start_cost:  # the other drafter pays it as well
             out = [0] * len(out)
-        if not any(out) and self.credit(len(counts)).passes >= _LOAN:
+        if not any(out) and self.credit(len(counts), ragged=now.ragged).is_full:
             # else a slope that was measured too high would never be corrected
             surest = max(range(len(out)), key=lambda i: probs[i][0] if probs[i] else 0.0)
             out[surest] = min(counts[surest], self.start)
@@ -305,12 +324,12 @@ class MeasuredDrafter:
         decay = ROW_DECAY ** (self._num_steps - at)
         self._row.put(row, (failed * decay + (accepted < len(tested)), expected * decay + predicted, self._num_steps))
 
-    def advance(self, batch: int, lost: float | None, passed: float) -> None:
+    def advance(self, rows: Rows, lost: float | None, passed: float) -> None:
         """End a step that took `passed` plain passes, of which this drafter's drafts lost `lost` (negative if they paid).
 
         lost: None if it had no budget. Counts are kept then: what is known of its drafts does not depend on steps without any.
         """
-        self.credit(batch).add(_ALLOWANCE * passed, lost or 0.0)
+        self.credit(len(rows), ragged=rows.capabilities.ragged).add(_ALLOWANCE * passed, lost or 0.0)
         if lost is None:
             return
         for counts in (self.sums, self._accepted, self._tested, self._further):
@@ -327,6 +346,11 @@ class MeasuredDrafter:
     def _mean(self, which: int, prior: float) -> float:
         """Return one of `sums` per row with a budget."""
         return (self.sums[which] + PRIOR_WEIGHT * prior) / (self.sums[0] + PRIOR_WEIGHT)
+
+
+def _num_tried(count: int) -> int:
+    """Return for how many of `count` rows a trial drafts."""
+    return max(1, count // 8)
 
 
 def _match_kinds(length: int, count: int) -> list[int]:

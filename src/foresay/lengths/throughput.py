@@ -15,7 +15,8 @@ draft model's confidence, or its depth in the draft. A row whose tokens fail e t
 P_i = (a_1 ... a_k)^e.
 
 A drafter that does not pay spends a credit: it may lose two plain passes, which grow again by an allowance, a share of the time.
-It is tried again after an eighth of a pass has grown, and after twice as much each time that was lost.
+It is tried again after an eighth of a pass has grown, and after twice as much each time that was lost. In ragged passes a trial
+drafts for an eighth of the rows, and has as much less credit.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class ThroughputLength(LengthPolicy):
             for drafter in (self._primary, self._fallback):
                 draft = drafter.draft.find(rows)
                 lost = None if draft is None else self._count(drafter, draft, now, steps)
-                drafter.advance(len(rows), lost, passed)
+                drafter.advance(rows, lost, passed)
 
     def _count(self, drafter: MeasuredDrafter, draft: Draft, now: Situation, steps: Sequence[Step]) -> float | None:
         """Count one drafter's part in a step; return the plain passes that its drafts lost, or gained if negative.

@@ -74,15 +74,15 @@ class MethodRunner:
 
     def __init__(self, target: Generator, method: Method) -> None:
         self.name, self.exact, self.shares_noise = method.name, True, False
-        self._target, self._method = target, method
+        self._target, self.method = target, method
         self._generator: Generator | None = None
 
     def prepare(self, block: PromptBlock) -> None:
         """Load the drafter on first use and set the batch size."""
-        if self._generator is None and self._method.name == PLAIN:
+        if self._generator is None and self.method.name == PLAIN:
             self._generator = self._target.plain()
         elif self._generator is None:
-            self._generator = self._method.generator(self._target, block.batch_size)
+            self._generator = self.method.generator(self._target, block.batch_size)
             self.exact = self._generator.rule.exact
             self.shares_noise = all(one.rule.needs.shares_noise for one in (self._target, self._generator))
         self._generator = self.generator.with_settings(max_batch_size=block.batch_size)

@@ -6,13 +6,15 @@ The feature `compare` of the commands `generate` and `chat`. Owns the rows and t
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 from foresay.cli import tables
 from foresay.cli.colours import console, notes
 from foresay.cli.common import fresh_seed, model_expression
+from foresay.cli.progress import Advance
 from foresay.decoding.acceptance import RULES
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.generator import Generator
@@ -24,16 +26,17 @@ from foresay.spec.expressions import parse, to_expression
 from foresay.text.formatting import NOISE, is_noise, percent, yes_no
 from foresay_lab.bench.runners import MethodRunner, Outcome, PromptBlock, Runner
 from foresay_lab.bench.turns import take_turns
+from foresay_lab.candidates import advice
 from foresay_lab.data.items import PromptItem
 from foresay_lab.data.requests import PromptRequest, RequestBuilder
 from foresay_lab.tune import DRAFTERS
 
 ALONE = "draft alone"
 _WIDE = (
-    *("method", "tokens", "seconds", "tokens/s", "drafted", "accepted", "drafts used", "tokens/pass", "speed-up"),
+    *("method", "tokens", "drafted", "accepted", "drafts used", "tokens/pass", "seconds", "tokens/s", "speed-up"),
     "identical",
 )
-_SHORT = ("method", "tokens", "secs", "tok/s", "drafted", "accepted", "used", "tok/pass", "speed", "same")
+_SHORT = ("method", "tokens", "drafted", "accepted", "used", "tok/pass", "secs", "tok/s", "speed", "same")
 _WARM_UP = 4
 _REASON = NOISE + " noise: below the {} that plain runs differ by, or above tokens per pass"
 
@@ -76,11 +79,14 @@ def compare(
     draft: str | None,
     params: SamplingParams,
     repeats: int,
-    progress: Callable[[str], None],
+    advance: Advance,
     *,
     raw: bool,
 ) -> list[Row]:
-    """Run plain decoding, the draft model alone, and the methods under the target's rule. Raises if one cannot be made."""
+    """Run plain decoding, the draft model alone, and the methods under the target's rule. Raises if one cannot be made.
+
+    advance: called before each run with the number of runs before it, and of all.
+    """
     if not params.greedy and params.seed is None:
         params = replace(params, seed=fresh_seed())
     block = PromptBlock("", RequestBuilder(target).first([PromptItem("", prompt, raw=raw)]), 1, params)
@@ -88,19 +94,19 @@ def compare(
     rows = [Row(PLAIN, MethodRunner(target, Method("none")))]
     rows += [] if draft is None else [Row(ALONE, DraftAlone(target, draft))]
     rows += [Row(one.drafter, MethodRunner(target, replace(one, rule=rule))) for one in methods]
+    by_runner, runs, total = {row.runner.name: row for row in rows}, count(), len(rows) * (repeats + 1) + 1
     for row in rows:
+        advance(0, total, f"{row.name}, preparing")
         row.runner.prepare(block)
-    by_runner = {row.runner.name: (number, row) for number, row in enumerate(rows, 1)}
 
     def report(runner: Runner, repeat: int | None) -> None:
-        number, row = by_runner[runner.name]
-        turn = ", warm-up" if repeat is None else f", run {repeat + 1} of {repeats}" if repeats > 1 else ""
-        progress(f"Decoding: {row.name} (method {number} of {len(rows)}{turn})")
+        turn = "warming up" if repeat is None else f"run {repeat + 1} of {repeats}"
+        advance(next(runs), total, f"{by_runner[runner.name].name}, {turn}")
 
     warm = replace(block, params=SamplingParams(max_new_tokens=min(_WARM_UP, params.max_new_tokens)))
     turns = [(repeat, row.runner) for repeat in range(repeats) for row in rows[1:]]
     for run, outcome in take_turns(rows[0].runner, turns, block, warm=warm, between=len(rows) - 1, starting=report):
-        _, row = by_runner[run.cell.method]
+        row = by_runner[run.cell.method]
         if isinstance(run, Failure):
             row.failures.append(run.error)
         elif outcome is not None and outcome.live is not None:
@@ -125,10 +131,33 @@ def show(rows: Sequence[Row], generator: Generator) -> None:
     cells = [_cells(row, spread) for row in rows]
     table = tables.table(_WIDE, cells, out, short=_SHORT)
     marked = [] if all(NOISE not in row[-2] for row in cells) else [_REASON.format(percent(spread))]
-    for one in (table, *marked, *differences(rows, generator.tokenizer)):
+    sentence, command = _conclusion(rows, spread, generator)
+    for one in (table, *marked, *differences(rows, generator.tokenizer), *sentence):
         out.print(one, soft_wrap=not out.is_terminal)
+    for one in command:  # in one piece, to be copied
+        out.print(one, soft_wrap=True)
     if not generator.rule.exact:
         notes().print(f"(the rule {generator.rule.name} is lossy: its output may differ)", style="dim")
+
+
+def _conclusion(rows: Sequence[Row], spread: float, generator: Generator) -> tuple[list[str], list[str]]:
+    """Return lines of the fastest method on this prompt and of the command that serves the model so.
+
+    No lines where an output is wrong, or without the model's default.
+    """
+    speeds = {
+        row.runner.method: 1.0 if found["noise"] else found["speed_up"]
+        for row in rows[1:]
+        if row.runs and row.runner.exact and row.name != ALONE and (found := record(row, spread))
+    }
+    own = {one: speeds.pop(one) for one in list(speeds) if one.drafter == generator.drafter_name}
+    if not speeds | own or broken(rows) or not generator.has_default_drafter or not own:
+        return [], []
+    speeds = own | speeds
+    best = max(speeds, key=lambda one: speeds[one])
+    gains = f"{best.drafter} is {speeds[best]:.2f}x plain decoding" if speeds[best] > 1 else "nothing gains"
+    todo, line = advice(generator.target.name, speeds)
+    return [f"On this prompt {gains}."], [f"{todo}: {line}"]
 
 
 def plain_spread(rows: Sequence[Row]) -> float:
@@ -182,12 +211,12 @@ def _cells(row: Row, spread: float) -> tuple[str, ...]:
     return (
         row.name,
         str(stats.num_tokens),
-        f"{figures['seconds']:.2f}",
-        f"{figures['tokens_per_s']:.1f}",
         str(stats.num_drafted or "-"),
         percent(stats.acceptance_rate),
         percent(stats.draft_utilization),
         f"{stats.block_efficiency or 0:.2f}",
+        f"{figures['seconds']:.2f}",
+        f"{figures['tokens_per_s']:.1f}",
         f"{NOISE * figures['noise']}{figures['speed_up']:.2f}x",
         other if row.identical is None else yes_no(row.identical),
     )

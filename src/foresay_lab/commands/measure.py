@@ -192,8 +192,8 @@ TUNE = command(
     """Find the fastest settings here; write foresay.toml.
 
     Records outputs, times forward passes, replays every candidate on them, and runs the best candidates and the model's own
-    default live. Other commands read foresay.toml in their folder. How long the run takes is printed first. The outputs of an
-    interrupted run are kept for the next one.""",
+    default live, for half of the time at least. If the default is best, nothing is written unless --output is given. Other
+    commands read foresay.toml in their folder. The outputs of an interrupted run are kept for the next one.""",
     opt.WHICH,
     batch_sizes("1"),
     option("--latency X", "Latency target: milliseconds between two tokens of a request. Also chooses the batch size."),
@@ -201,9 +201,7 @@ TUNE = command(
     option("-n --max-new-tokens N", "Tokens recorded of each output.", 96),
     option("-o --output FILE", "The settings file to write.", "foresay.toml"),
     opt.FORCE,
-    option("--minutes X", "Time for the search: prompts, passes and live runs are as many as fit.", 3.0),
-    option("--estimate", "Print how long the run would take, and end."),
-    option("-y --yes", "Start a run of more than a minute without confirmation."),
+    option("--minutes X", "Time for all, loading included: prompts, candidates and live runs are as many as fit.", 3.0),
     opt.DRAFTERS,
     opt.LENGTHS,
     group(
@@ -213,8 +211,8 @@ TUNE = command(
     DATA,
     opt.BASIC_MACHINE,
     examples="""
-        foresay tune Qwen/Qwen2.5-0.5B-Instruct --estimate
-        foresay tune --prompts prompts.jsonl --latency 40 --batch-size 1,4,8 --yes""",
+        foresay tune Qwen/Qwen2.5-0.5B-Instruct
+        foresay tune --prompts prompts.jsonl --latency 40 --batch-size 1,4,8""",
 )
 
 REPORT = command(

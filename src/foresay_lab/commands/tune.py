@@ -8,19 +8,22 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
+import shlex
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import click
+from rich.progress import ProgressColumn, Task
+from rich.text import Text
 
 from foresay.checks import check_float
 from foresay.cli.command import INTERRUPTED, Given
 from foresay.cli.common import check_output, load_target, model_expression, own_methods
 from foresay.cli.options import numbers
-from foresay.cli.progress import advancing, loading, note
+from foresay.cli.progress import advancing
 from foresay.cli.tables import gain, show_table
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
@@ -32,19 +35,19 @@ from foresay.records.provenance import provenance
 from foresay.records.recording import Recording
 from foresay.spec.settings_file import FILE, Settings, is_settings, read_settings, write_settings
 from foresay.text.formatting import NOISE, REASON, is_noise, percent
+from foresay_lab.candidates import Tuning, is_rough, pick, with_draft
 from foresay_lab.commands.options import DATA, items, source_name
-from foresay_lab.commands.tune_estimate import Estimate, estimate
 from foresay_lab.data.items import PromptItem
 from foresay_lab.data.requests import RequestBuilder
-from foresay_lab.replay.record import header, record
-from foresay_lab.tune import BUSY, Candidate, Tuner, Tuning, pick, with_draft
+from foresay_lab.replay.record import Progress, header, record_until
+from foresay_lab.tune import BUSY, Tuner
 from foresay_lab.tune import DRAFTERS as COMPARED
 from foresay_lab.tune import LENGTHS as TRIED
 
 FINALISTS = 3
 """Predicted candidates that are run live in the end."""
-_REPEATS = 5
-"""Most live runs of each."""
+_RECORDED, _RECORDED_TOGETHER = 0.2, 8
+"""Share of the time after which no further output is recorded, and outputs that are recorded at once."""
 
 
 def run(given: Given) -> int:
@@ -55,8 +58,7 @@ def run(given: Given) -> int:
     if latency is not None:
         check_float("latency", latency, 0.0, math.inf, open_low=True)
     params = SamplingParams(max_new_tokens=given.max_new_tokens)
-    if not given.estimate:
-        check_output(given.output, force=given.force)
+    check_output(given.output, force=given.force)
     began, seconds = monotonic(), 60 * check_float("minutes", given.minutes, 0.0, math.inf, open_low=True)
     named = methods(given.drafter or COMPARED, given.length or TRIED)
     named += [] if draft is None else with_draft(model_expression(draft) if "(" not in draft else draft)
@@ -67,70 +69,61 @@ def run(given: Given) -> int:
         raise ConfigError(text, param="recording", value=given.recording)
     recorded = None if given.recording is None else Recording.load(given.recording)
     kept: Path | None = None
-    prompts, chat = items(given) if recorded is None else [], not given.raw
-    size = max(16, *sizes)
-    target = load_target(given, named, max_batch_size=size)
-    if recorded is not None:
-        Tuner(target, recorded)  # checks it
+    prompts = items(given) if recorded is None else []
+    target = load_target(given, named, max_batch_size=max(_RECORDED_TOGETHER, *sizes))
     own = own_methods(target, best=not given.drafter)
-    with loading("Estimating the duration"):
+    end = began + seconds
+    with advancing("Tuning", _Seconds()) as advance:
+
+        def report(text: str) -> None:
+            advance(min(seconds, monotonic() - began), seconds, text)
+
         if recorded is None:
-            first = [one.token_ids for one in RequestBuilder(target, chat=chat).first(prompts[:size])]
-            shape = len(prompts), params.max_new_tokens
-        else:
-            first = [one.prompt for one in recorded.records[:size]]
-            shape = len(recorded.records), recorded.num_tokens // max(1, len(recorded.records))
-        more: dict[str, Any] = {"sizes": sizes, "rows": size, "finalists": FINALISTS, "own": own}
-        expected = estimate(target, first, shape, recorded=recorded is not None, methods=named, **more).within(seconds)
-        seconds -= monotonic() - began
-    if given.estimate:
-        click.echo(str(expected))
-        return 0
-    _agree(expected, yes=given.yes)
-    end = monotonic() + seconds
-    if recorded is None:
-        recorded, kept = _recorded(target, prompts, expected.count, params, chat=chat)
-    tuner = Tuner(target, recorded, rounds=expected.rounds, count=expected.count)
-    with loading("Timing passes, replaying candidates"):
+            report("recording outputs")
+            step, until = max(_RECORDED_TOGETHER, *sizes), monotonic() + _RECORDED * (end - monotonic())
+            recorded, kept = _recorded(target, prompts, step, until, params, report, chat=not given.raw)
+        tuner = Tuner(target, recorded, end=end, on_progress=report)
         tuner.search(named, sizes, own)
-    size, interrupted = _finish(tuner, latency, end)
+        size, interrupted = _finish(tuner, latency)
     _show(tuner.tuning)
-    if interrupted and tuner.tuning.best is None:
-        click.echo("interrupted before any candidate gained in a live run: nothing was written")
+    if interrupted and not tuner.tuning.confirmed:
+        click.echo("interrupted before any candidate ended a live run: nothing was written")
         return INTERRUPTED
     name = source_name(given, given.prompts) if given.recording is None else given.recording.name
-    code = _write(tuner.tuning, size, target, name, given)
+    _answer(tuner.tuning, size, target, name, given)
     if kept is not None and not interrupted:
         kept.unlink(missing_ok=True)
-    return INTERRUPTED if interrupted else code
+    return INTERRUPTED if interrupted else 0
 
 
-def _agree(expected: Estimate, *, yes: bool) -> None:
-    """Print the estimate on stderr. On a terminal, require confirmation of a long run; raise click.Abort without it."""
-    note(f"foresay: {expected}")
-    if expected.total_s > 60 and not yes and sys.stdin is not None and sys.stdin.isatty():
-        click.confirm("Start?", default=True, abort=True, err=True)
+class _Seconds(ProgressColumn):
+    """The time that is used, of the time for all."""
+
+    def render(self, task: Task) -> Text:
+        """Return the times of a task."""
+        return Text("" if task.total is None else f"{task.completed:.0f} of at most {task.total:.0f} s")
 
 
 def _recorded(
-    target: Generator, prompts: list[PromptItem], count: int, params: SamplingParams, *, chat: bool
+    target: Generator,
+    prompts: list[PromptItem],
+    step: int,
+    end: float,
+    params: SamplingParams,
+    report: Callable[[str], None],
+    *,
+    chat: bool,
 ) -> tuple[Recording, Path]:
-    """Record `count` of the prompts, and return the recording and its file, which an interrupted run leaves for the next one."""
+    """Record outputs until `end`, and return the recording and its file, which an interrupted run leaves for the next one."""
     begun = header(target, RequestBuilder(target, chat=chat).first(prompts), params, chat)
     same = json.dumps({**begun, "provenance": _files(Path(target.target.name).expanduser())}, sort_keys=True)
     path = cache_dir() / "tune" / f"{sha256(same.encode()).hexdigest()[:16]}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with advancing("Recording") as advance:
-        recorded = record(
-            target,
-            prompts,
-            path,
-            params,
-            chat=chat,
-            count=count,
-            on_progress=lambda progress: advance(progress.done, progress.total, f"{progress.tokens} tokens"),
-        )
-    return recorded, path
+
+    def progress(found: Progress) -> None:
+        report(f"recording outputs: {found.done}")
+
+    return record_until(target, prompts, path, params, chat=chat, step=step, end=end, on_progress=progress), path
 
 
 def _files(model: Path) -> list[tuple[str, int, int]]:
@@ -139,31 +132,21 @@ def _files(model: Path) -> list[tuple[str, int, int]]:
     return [(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in found]
 
 
-def _finish(tuner: Tuner, latency: float | None, end: float) -> tuple[int, bool]:
-    """Run the best candidates live until `end`, a time of `monotonic`.
-
-    Returns the batch size of the fastest, and True if the user interrupted the runs.
-    """
+def _finish(tuner: Tuner, latency: float | None) -> tuple[int, bool]:
+    """Run the best candidates live. Return the batch size of the fastest, and True if the user interrupted the runs."""
     best, plain = pick(tuner.tuning.candidates, count=FINALISTS, latency_s=None if latency is None else latency / 1e3)
     if plain is None and not best:
         fastest = min((one.expected or one.plain).latency_s for one in tuner.tuning.candidates)
         text = f"cannot be met: the fastest candidate takes {1e3 * fastest:.1f} ms per token"
         raise ConfigError(text, param="latency", value=latency)
-    predicted = [f"{one.method.name} {one.speed_up:.2f}x" for one in best if one.speed_up]
-    note(f"predicted: {'; '.join(predicted) or 'no gain of the candidates that can be predicted'}")
     interrupted = False
     if best:
         try:
-            with loading(f"Running {len(best)} live"):
-                tuner.confirm(best, repeats=_REPEATS, seconds=end - monotonic(), on_run=_show_run)
+            tuner.confirm(best)
         except KeyboardInterrupt:
             interrupted = True
     found = tuner.tuning.best
     return (found.candidate if found else plain or best[0]).batch_size, interrupted
-
-
-def _show_run(candidate: Candidate, speed_up: float) -> None:
-    note(f"live: {candidate.method.name} {speed_up:.2f}x")
 
 
 def _show(tuning: Tuning) -> None:
@@ -177,8 +160,10 @@ def _show(tuning: Tuning) -> None:
         measured = "" if found is None else gain(found.speed_up, found.low, found.high)
         measured = NOISE * bool(found and is_noise(found.speed_up, tuning.plain_spread, per_pass)) + measured
         predicted = one.speed_up if found is None else found.predicted
+        rough = " (rough)" if found and predicted and is_rough(found.speed_up, predicted) else ""
         count = "" if per_pass is None else f"{per_pass:.2f}"
-        lines.append([one.method.name, str(one.batch_size), count, f"{predicted:.2f}x" if predicted else "", measured])
+        shown_gain = f"{predicted:.2f}x{rough}" if predicted else ""
+        lines.append([one.method.name, str(one.batch_size), count, shown_gain, measured])
     show_table(["candidate", "batch", "per pass", "predicted", "measured"], lines, drop=("batch",))
     if len(shown) < len(drafting):
         click.echo(f"and {len(drafting) - len(shown)} more")
@@ -189,6 +174,8 @@ def _show(tuning: Tuning) -> None:
         click.echo(f"Two runs of plain decoding differ by {percent(tuning.plain_spread)}: less is no gain.")
         if tuning.plain_spread > BUSY:
             click.echo("The machine is busy: live runs ended after two rounds. Run this again when it is quiet.")
+    if tuning.skipped:
+        click.echo(f"not tried: {tuning.skipped} candidates, for lack of time; --minutes gives more")
     for name, problem in tuning.failed.items():
         click.echo(f"not tried: {name}: {problem}")
     took = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in tuning.seconds.items())
@@ -200,7 +187,23 @@ def _relative_name(output: Path, name: str) -> str:
     return os.path.relpath(name, output.parent) if Path(name).exists() and not Path(name).is_absolute() else name
 
 
-def _write(tuning: Tuning, batch_size: int, target: Generator, prompts: str, given: Given) -> int:
+def _answer(tuning: Tuning, batch_size: int, target: Generator, prompts: str, given: Given) -> None:
+    """Print the answer; write the settings file if it is not the default, or if it was named."""
+    best, model = tuning.best, shlex.quote(target.target.name)
+    if best is None:
+        click.echo("Plain decoding is fastest: no drafter gains anything here.")
+    elif best.speed_up > 1 + tuning.plain_spread:
+        click.echo(f"{best.candidate.method.name}: {best.speed_up:.2f}x plain decoding at batch {batch_size}.")
+    else:
+        click.echo(f"Nothing gains here, and the default costs nothing ({best.speed_up:.2f}x).")
+    if best is not None and best.candidate.is_default and given.latency is None and "output" not in given.typed:
+        click.echo(f"Keep the default: foresay serve {model} (it needs no settings file; --output FILE writes one)")
+        return
+    _write(tuning, batch_size, target, prompts, given)
+    click.echo(f"wrote {given.output}; use it: foresay serve {shlex.quote(str(given.output))}")
+
+
+def _write(tuning: Tuning, batch_size: int, target: Generator, prompts: str, given: Given) -> None:
     best = tuning.best
     origin = provenance()
     measured: dict[str, Any] = {"prompts": prompts, "processor": origin["machine"]["processor"], "time": origin["time"]}
@@ -218,14 +221,10 @@ def _write(tuning: Tuning, batch_size: int, target: Generator, prompts: str, giv
     }
     if best is None:
         settings = Settings(drafter="none", **chosen)
-        click.echo("Plain decoding is fastest: no drafter gains anything here.")
     else:
         method = best.candidate.method
         length: Any = method.length or None
         length = int(length) if length is not None and length.isdecimal() else length
         settings = Settings(drafter=method.drafter, length=length, **chosen)
         measured |= {"speed_up": round(best.speed_up, 3), "tokens_per_s": round(best.tokens_per_s, 1)}
-        click.echo(f"{method.name}: {best.speed_up:.2f}x plain decoding at batch {best.candidate.batch_size}.")
     write_settings(given.output, settings, measured)
-    click.echo(f"wrote {given.output}")
-    return 0

@@ -22,10 +22,10 @@ from foresay.generation.generator import Generator
 from foresay.generation.method import Method
 from foresay.records.recording import Recording
 from foresay_lab import worth
+from foresay_lab.candidates import advice
 from foresay_lab.commands.options import items
-from foresay_lab.commands.tune_estimate import prefill_token_s
 from foresay_lab.data.items import PromptItem
-from foresay_lab.replay.record import record
+from foresay_lab.replay.record import record_until
 from foresay_lab.worth import Gain
 
 _TOKENS = 48
@@ -48,14 +48,14 @@ def run(given: Given) -> int:
     recording = _recorded(target, prompts, kinds, began + _RECORDED * seconds)
     with loading("Timing passes, replaying methods"):
         lengths = sorted(len(one.prompt) + len(one.output) // 2 for one in recording.records)
-        timed = worth.timed(target, lengths[len(lengths) // 2], prefill_token_s(target, _PROBE))
+        timed = worth.timed(target, lengths[len(lengths) // 2], _PROBE)
         limit = began + _PREDICTED * seconds
         found = worth.gains(target, recording, timed.profile, methods, lambda: monotonic() < limit)
     busy = timed.busy
     if not busy:
         with loading(f"Running {found[0].method.name} live"):
-            left = _LIVE * (began + seconds - monotonic())
-            found[0], busy = worth.run_live(target, recording, timed.profile, found[0], left)
+            end = monotonic() + _LIVE * (began + seconds - monotonic())
+            found[0], busy = worth.run_live(target, recording, timed.profile, found[0], end)
     _show(target, found, busy, as_json=given.json)
     return 0
 
@@ -64,24 +64,24 @@ def _recorded(target: Generator, prompts: Sequence[PromptItem], kinds: int, end:
     """Record the outputs of one prompt of each kind, then of further ones until `end`, a time of `monotonic`."""
     params = SamplingParams(max_new_tokens=_TOKENS)
     with TemporaryDirectory() as folder, advancing("Recording") as advance:
-        path, count = Path(folder) / "outputs.jsonl", 0
-        while count < len(prompts):
-            began = monotonic()
-            count = min(count + kinds, len(prompts))
-            recording = record(target, prompts, path, params, count=count)
-            advance(count, len(prompts), "")
-            if 2 * monotonic() - began > end:  # another round would end later
-                break
-    return recording
+        return record_until(
+            target,
+            prompts,
+            Path(folder) / "outputs.jsonl",
+            params,
+            step=kinds,
+            end=end,
+            on_progress=lambda progress: advance(progress.done, len(prompts)),
+        )
 
 
 def _show(target: Generator, found: Sequence[Gain], busy: str, *, as_json: bool) -> None:
     sentence = worth.conclusion(found, busy)
-    advice, command = worth.command(target.target.name, found)
+    todo, command = advice(target.target.name, {one.method: one.best_known for one in found})
     if as_json:
         methods = [{**asdict(one), "method": one.method.name} for one in found]
         answer = {"model": target.target.name, "busy": busy or None, "methods": methods, "conclusion": sentence}
-        click.echo(json.dumps({**answer, "advice": advice, "command": command}))
+        click.echo(json.dumps({**answer, "advice": todo, "command": command}))
         return
     lines = [
         [
@@ -96,4 +96,4 @@ def _show(target: Generator, found: Sequence[Gain], busy: str, *, as_json: bool)
     ]
     show_table(["method", "kind", "tokens/pass", "pays from", "predicted"], lines, drop=("pays from",))
     click.echo(sentence)
-    click.echo(f"{advice}: {command}")
+    click.echo(f"{todo}: {command}")

@@ -118,11 +118,6 @@ def measure(
     return Profile(name, precision, machine(), tuple(timings), filled, floor, **_reported_by(target))
 
 
-def prompt_lengths(longest: int) -> list[int]:
-    """Return the lengths of FILLS up to the first that is not below `longest`, two at least."""
-    return [size for i, size in enumerate(FILLS) if i < 2 or FILLS[i - 1] < longest]
-
-
 def _reported_by(target: LanguageModel) -> dict[str, Any]:
     """Return the properties that a model itself reports; they replace the values in a saved profile."""
     capabilities = target.capabilities

@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from time import monotonic
 from typing import Any
 
 from foresay.decoding.distributions import Distributions
@@ -131,6 +132,27 @@ def record(
 
     chosen = items if count is None else subset(items, count)
     return write_recording(path, header(generator, requests, params, chat), items, perform, on_progress, chosen)
+
+
+def record_until(
+    generator: Generator,
+    items: Sequence[PromptItem],
+    path: str | os.PathLike[str],
+    params: SamplingParams,
+    *,
+    chat: bool = True,
+    step: int,
+    end: float,
+    on_progress: OnProgress = lambda progress: None,
+) -> Recording:
+    """Record as `record` does, `step` items at a time, until another step would end after `end`, a time of `monotonic`."""
+    count = 0
+    while True:
+        began = monotonic()
+        count = min(count + step, len(items))
+        recording = record(generator, items, path, params, chat=chat, count=count, on_progress=on_progress)
+        if count == len(items) or 2 * monotonic() - began > end:
+            return recording
 
 
 def write_recording(

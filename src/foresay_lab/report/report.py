@@ -111,7 +111,7 @@ def _conclusion(group: Group, of: Sequence[TableRow]) -> str:
         text = f"{where} {name} was the fastest exact method: {gain}"
         text += f", {best.tokens_per_s[0]:.1f} tokens/s instead of {best.plain_per_s[0]:.1f}."
     else:
-        text = f"{where} drafting does not pay: the best exact method, {name}, had {gain}, not above the spread."
+        text = f"{where} no exact method gained more than its runs may differ: the best, {name}, had {gain}."
     faster = [row for row in of if row.stats is None and row.speed_up and row.speed_up[0] > best.speed_up[0]]
     if best.repeats == 1:
         text += " It was measured once, so its spread is unknown."

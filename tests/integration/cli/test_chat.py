@@ -319,36 +319,10 @@ def terminals(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Terminal]]
 
 @pytest.mark.slow
 def test_a_terminal_of_80_columns(terminals: Any, tmp_path: Path, model: foresay.Generator) -> None:
-    terminal = terminals(80, "-n", "40")
-    written = terminal("hello")
-    assert answers(model, "hello", new=40)[0] in plain(written)
-    assert "40 tokens in" in plain(written) and colours(written) == {"2"}
-    wrong = terminal("/drafter sufix")
-    assert "Did you mean 'suffix'?" in plain(wrong) and "31" in colours(wrong)
-    assert "drafter: max_gram" in plain(terminal("/drafter max_gram"))
-    terminal("/length 4")  # a length that adapts may find that nothing pays
-    assert "trace: on" in plain(terminal("/trace on"))
-    assert colours(terminal("hello hello hello")) >= {"32", "36"}
-    table = plain(terminal("/compare"))
-    assert re.search(r"^method +tokens +secs +tok/s +drafted", table, re.MULTILINE)
-    assert re.search(r"^max_gram +40 .* yes$", table, re.MULTILINE)
-    assert max(len(line) for line in table.splitlines() if "Decoding" not in line) <= 80
-    terminal.child.send("\x03")
-    assert "Ctrl-D or /quit leaves" in plain(terminal.ready())
-    terminal.child.send("two\x1b\rlines")  # Alt-Enter
-    terminal("")
-    assert "you: two\nlines\n" in plain(terminal("/history"))
-    assert terminal.leave() == 0
-    assert "+hello\n" in (tmp_path / "foresay" / "history").read_text()
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_a_comparison_or_an_answer_which_is_kept(
-    terminals: Any, tmp_path: Path, model: foresay.Generator
-) -> None:
-    terminal = terminals(80, "-n", "4000", "--drafter", "none", "--no-history")
+    """Ctrl-C ends a comparison, or an answer, which is kept; then drafts, colours, tables and the lines that are typed."""
+    terminal = terminals(80, "-n", "4000", "--drafter", "none")
     terminal.child.send("/compare hello\r")
-    terminal.child.expect_exact("plain (method 1 of")
+    terminal.child.expect_exact("plain, run 1 of 1")
     for _ in range(5):  # Python drops an interrupt that meets a finaliser at work
         terminal.child.send("\x03")
         if terminal.child.expect_exact(["(stopped)", pexpect.TIMEOUT], timeout=1) == 0:
@@ -373,19 +347,43 @@ def test_ctrl_c_ends_a_comparison_or_an_answer_which_is_kept(
     terminal("/max-new 6")
     after = model.generate([*kept["messages"], {"role": "user", "content": "go"}], max_new_tokens=6).text
     assert after in plain(terminal("go"))
+
+    terminal("/clear")
+    terminal("/max-new 40")
+    written = terminal("hello")
+    assert answers(model, "hello", new=40)[0] in plain(written)
+    assert "40 tokens in" in plain(written) and colours(written) == {"2"}
+    wrong = terminal("/drafter sufix")
+    assert "Did you mean 'suffix'?" in plain(wrong) and "31" in colours(wrong)
+    assert "drafter: max_gram" in plain(terminal("/drafter max_gram"))
+    terminal("/length 4")  # a length that adapts may find that nothing pays
+    assert "trace: on" in plain(terminal("/trace on"))
+    assert colours(terminal("hello hello hello")) >= {"32", "36"}
+    table = plain(terminal("/compare"))
+    assert re.search(r"^method +tokens +drafted +accepted +used", table, re.MULTILINE)
+    assert re.search(r"^max_gram +40 .* yes$", table, re.MULTILINE)
+    assert (
+        max(len(line) for line in table.splitlines() if "Comparing" not in line and "foresay serve" not in line) <= 80
+    )
+    terminal.child.send("\x03")
+    assert "Ctrl-D or /quit leaves" in plain(terminal.ready())
+    terminal.child.send("two\x1b\rlines")  # Alt-Enter
+    terminal("")
+    assert "you: two\nlines\n" in plain(terminal("/history"))
     assert terminal.leave() == 0
-    assert not (tmp_path / "foresay").exists()
+    assert "+hello\n" in (tmp_path / "foresay" / "history").read_text()
 
 
 @pytest.mark.slow
-def test_a_terminal_of_40_columns_without_colours(terminals: Any) -> None:
-    terminal = terminals(40, "-n", "12", "--drafter", "max_gram", NO_COLOR="1")
+def test_a_terminal_of_40_columns_without_colours_or_history(terminals: Any, tmp_path: Path) -> None:
+    terminal = terminals(40, "-n", "12", "--drafter", "max_gram", "--no-history", NO_COLOR="1")
     printed = [terminal("/trace on") + terminal("hello hello")]
     printed += [terminal(line) for line in ("/compare", "/help", "/stats", "/foo")]
     assert [colours(text) for text in printed] == [set()] * 5
     compared = plain(printed[1]).replace("\n", " ")
     assert "plain   tokens 12" in compared and "prompt_lookup   tokens 12" in compared
     lines = plain("".join(printed[1:])).splitlines()
-    assert max(len(line) for line in lines if "Decoding" not in line and "Preparing" not in line) <= 40
+    assert max(len(line) for line in lines if "Comparing" not in line and "foresay serve" not in line) <= 40
     assert "/top-k N: sample from the N most likely\ntokens; 0 is all." in plain(printed[2]).replace(" \n", "\n")
     assert terminal.leave() == 0
+    assert not (tmp_path / "foresay").exists()

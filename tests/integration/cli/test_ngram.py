@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import resource
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import pytest
 from foresay.drafters.ngram_table import NgramTable
 from foresay.text.tokenizer import tokenizer_fingerprint
 from helpers import tiny
+from helpers.training import full_disk
 
 TEXT = "hello world, hello\nhello you, hello world\n\nyou hell\n"
 
@@ -159,21 +158,14 @@ def test_texts_that_are_wrong(shell: tiny.Shell, base: list[str], here: Path) ->
     assert sorted(os.listdir(here)) == ["a.jsonl", "a.txt"]
 
 
-def test_a_disk_without_room(base: list[str], here: Path) -> None:
+def test_a_disk_without_room(shell: tiny.Shell, base: list[str], here: Path) -> None:
     """The system ends files at 1 KiB, as a full disk would. No tokenizer warns of texts beyond the model's context."""
     names = tiny.tokenizer()
     names.model_max_length = 8
     names.save_pretrained(base[5])
-    done = subprocess.run(
-        [*tiny.FORESAY, *base],
-        capture_output=True,
-        env=tiny.environment(),
-        check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024)),
-    )
-    err = done.stderr.decode()
-    assert (done.returncode, done.stdout, err.count("\n")) == (2, b"", 1), err
-    assert err.startswith("foresay: OUTPUT t.safetensors ") and "File too large" in err
+    with full_disk(1024):
+        message = shell.refused(*base)
+    assert message.startswith("OUTPUT t.safetensors ") and "File too large" in message
     assert os.listdir(here) == ["a.txt"]
 
 

@@ -25,11 +25,12 @@ from foresay.records.recording import Record, Recording
 from foresay.spec.settings_file import Settings, read_settings, write_settings
 from foresay_lab import tune as lab_tune
 from foresay_lab.bench import runners
+from foresay_lab.candidates import Candidate, Confirmed, Tuning, pick
 from foresay_lab.data.requests import PromptRequest
 from foresay_lab.measure.live_run import run_live
 from foresay_lab.replay.predict import Expected
 from foresay_lab.replay.record import record
-from foresay_lab.tune import Candidate, Confirmed, Tuner, Tuning, pick
+from foresay_lab.tune import Tuner
 from helpers.recordings import Numbers, cycle, loaded, numbered
 from helpers.refusals import refused, refuses
 
@@ -143,6 +144,25 @@ def test_what_may_pay_is_picked_and_must_gain_more_than_plain_decoding_differs_f
         assert Tuning(confirmed=confirmed, plain_spread=spread).best is fastest
 
 
+def test_the_default_is_kept_where_it_costs_nothing_and_nothing_is_much_faster() -> None:
+    def confirmed(speed_up: float, *, is_default: bool) -> Confirmed:
+        expected = Expected(100, 50, 50, 10.0, 0, 0)
+        one = Candidate(Method("suffix"), 1, expected, expected, is_own=is_default, is_default=is_default)
+        return Confirmed(one, 10 * speed_up, speed_up, speed_up, speed_up)
+
+    for default, other, choice in (
+        (1.3, 1.35, "default"),
+        (1.3, 1.4, "other"),
+        (0.97, 1.0, "default"),  # nothing gains
+        (0.9, 1.0, None),
+        (0.9, 1.2, "other"),
+        (1.0, 1.03, "default"),
+    ):
+        found = confirmed(default, is_default=True), confirmed(other, is_default=False)
+        best = Tuning(confirmed=list(found), plain_spread=0.02).best
+        assert best is {"default": found[0], "other": found[1], None: None}[choice], (default, other)
+
+
 def test_what_cannot_be_replayed_is_left_out_and_named() -> None:
     reasons = {"ngram_store(filler_top_k=3), 4": "filler_top_k", "suffix, 4, typical": "lossy"}
     refused_ones = [Method("ngram_store(filler_top_k=3)", "4"), Method("suffix", "4", "typical")]
@@ -168,7 +188,7 @@ def test_a_draft_model_is_run_once_and_a_missing_profile_measured(
     asked: dict[str, Any] = {}
     monkeypatch.setattr(lab_tune, "measure", lambda _, **settings: (asked.update(settings), costs(0.0))[1])
     Tuner(repeating(), recording()).search(methods(["suffix"], ["4", "12"]), (5,))
-    assert asked["batches"] == [1, 2, 4, 5] and asked["columns"] == [1, 2, 3, 4, 5, 7, 9, 13]
+    assert asked["batches"] == [1, 5] and asked["columns"] == [1, 2, 3, 5, 9, 13] and asked["fills"] == ()
     assert asked["contexts"] == [50], "a prompt of 20 and half of 60"
 
 
@@ -227,15 +247,57 @@ def test_the_target_s_own_methods_are_run_live_without_a_prediction() -> None:
     assert pick(tuner.tuning.candidates, latency_s=0.5) == ([], None), "as slow as plain decoding until it is known"
 
 
-def test_live_runs_fit_the_time(live: tuple[Runs, list[float]]) -> None:
-    """Plain decoding writes a token a second: 8 prompts of 60 tokens twice are 960 s for one turn of one candidate."""
-    tuner = tuned(0.0, recording(count=8))
-    best, _ = pick(tuner.tuning.candidates)
-    for turns, count in ((3.1, 7), (2.1, 5), (0.001, 3)):
+def test_live_runs_fit_the_time(live: tuple[Runs, list[float]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain decoding writes a token a second: 8 prompts of 60 tokens twice are 960 s for one turn; three turns are to fit."""
+    now = 0.0
+
+    def monotonic() -> float:
+        return now
+
+    def take(generator: Generator, asks: Sequence[PromptRequest], params: SamplingParams) -> Any:
+        nonlocal now
+        found = taken(generator, asks, params)
+        now += found.stats.num_tokens
+        return found
+
+    taken = runners.run_live
+    monkeypatch.setattr(lab_tune, "monotonic", monotonic)
+    monkeypatch.setattr(runners, "run_live", take)
+    for turns, count, most in ((9.1, 8, 9), (3.1, 8, 4), (1, 2, 4), (0.001, 1, 1)):
+        now = 0.0
+        tuner = Tuner(repeating(), recording(count=8), profile=costs(0.0), end=turns * 960)
+        best, _ = pick(tuner.search(SUFFIX[2:3], (1,)))
         live[0].clear()
-        tuner.confirm(best, repeats=3, seconds=turns * 960)
+        [found] = tuner.confirm(best)
         sizes = [len(asks) for _, asks in live[0][2:]]  # two that warm up
-        assert (len(sizes), set(sizes)) == (count, {8} if turns > 1 else {1})
+        assert set(sizes) == {count} and len(found_runs(live[0])) <= most and len(sizes) % 2 == 1
+        assert turns < 1 or (len(found_runs(live[0])) >= 2 and now <= 1.2 * turns * 960)
+        assert found.speed_up > 1
+
+
+def found_runs(runs: Runs) -> list[str]:
+    """The drafters of the live runs, without the one that warms up."""
+    return [name for name, _ in runs if name != "none"][1:]
+
+
+def test_a_search_fits_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third of the time is for replays: fewer outputs, and where even those take longer, the default and no other."""
+    now = 0.0
+    honest = lab_tune.replay
+
+    def replayed(recording: Recording, *args: Any, **more: Any) -> Any:
+        nonlocal now
+        now += len(recording.records)
+        return honest(recording, *args, **more)
+
+    monkeypatch.setattr(lab_tune, "monotonic", lambda: now)
+    monkeypatch.setattr(lab_tune, "replay", replayed)
+    for end, outputs, skipped in ((1000.0, 12, 0), (150.0, 11, 0), (9.0, 4, 3)):
+        now = 0.0
+        tuner = Tuner(repeating(), recording(count=12), profile=costs(0.0), end=end)
+        tuner.search(SUFFIX, (1,), SUFFIX[:1])
+        assert (len(tuner.recording.records), tuner.tuning.skipped) == (outputs, skipped), end
+        assert SUFFIX[0].name in names(tuner)
 
 
 def test_the_prediction_that_is_shown_is_of_what_was_run() -> None:

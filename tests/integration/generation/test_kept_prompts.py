@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import foresay
 from foresay.generation import kept_prompts
 from foresay.generation.kept_prompts import MIN_TOKENS, KeptPrompts
+from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.drafts.files import write_draft
 from foresay.models.huggingface.causal import CausalModel
 from helpers import tiny
-from helpers.families import make
+from helpers.families import make, make_seq2seq
 from helpers.heads import random_head
 from helpers.refusals import refused
 
@@ -78,6 +80,20 @@ def test_a_beginning_is_kept_when_it_is_used_again(model: Path, tmp_path: Path) 
         one.generate(PROMPT, max_new_tokens=2)
         one.generate([[*PROMPT, *end] for end in ENDS], max_new_tokens=2)
     assert [len(load_file(path)["tokens"]) for path in files(tmp_path)] == [len(PROMPT)]
+
+
+def test_a_kept_prompt_is_copied_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding waits for the copy that stays in memory alone; the file is written from it, and without one, from its own."""
+    copied, honest = list[int](), SlotCache.save_prefix
+    monkeypatch.setattr(SlotCache, "save_prefix", lambda self, row, n: (copied.append(n), honest(self, row, n))[1])
+    for prefix_bytes, lengths in ((1 << 30, [len(PROMPT) + 11]), (0, [len(PROMPT)])):
+        with foresay.load(model, drafter="none", dtype="fp32", keep_prompts=tmp_path / str(prefix_bytes)) as one:
+            copied.clear()
+            session = one.session(prefix_bytes=prefix_bytes)
+            session.submit(PROMPT, foresay.SamplingParams(max_new_tokens=12, keep_prompt=True))
+            while session.has_work:
+                session.step()
+        assert copied == lengths and len(files(tmp_path / str(prefix_bytes))) == 1
 
 
 def test_nothing_else_is_read(model: Path, kept: tuple[Path, list[int]], tmp_path: Path) -> None:
@@ -207,10 +223,40 @@ def test_hidden_states_are_kept_for_drafts_that_read_them(model: Path, tmp_path:
     assert answered(model, folder, drafter=drafter) == (output, len(PROMPT) - 1) == answered(model, folder)
 
 
+@pytest.mark.parametrize("family", ["mamba", "qwen3_next", "lfm2"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_states_of_recurrent_layers_are_kept(family: str, dtype: str, tmp_path: Path) -> None:
+    """Compiled passes and a family's own: a prompt goes on where its prefill ended, another at an earlier end of a pass.
+
+    Control: a file without its longest state is not read so far.
+    """
+    sizes = {} if family == "mamba" else {"max_position_embeddings": 2048}
+    source = tiny.save(tmp_path / family, make(family, vocab_size=264, **sizes))
+    folder, length = tmp_path / "kept", 1100
+    prompt = [i * 7 % 250 for i in range(length)]
+    output, copied = answered(source, folder, prompt, keep_prompt=True, dtype=dtype)
+    assert (copied, len(files(folder))) == (0, 1) and answered(source, None, prompt, dtype=dtype)[0] == output
+    assert answered(source, folder, prompt, dtype=dtype) == (output, length - 1)
+    [path] = files(folder)
+    tensors = load_file(path)
+    ends = sorted({int(name.split(".")[1]) for name in tensors if name.startswith("state.")})
+    other = [*prompt[:1000], 1, 2, 3]
+    wanted = answered(source, None, other, dtype=dtype)[0]
+    assert len(ends) > 1 and ends[-1] == length - 1 == len(tensors["tokens"]), (
+        "a file ends where another process goes on"
+    )
+    assert answered(source, folder, other, dtype=dtype) == (wanted, max(end for end in ends if end <= 1000))
+    with safe_open(path, framework="pt") as file:
+        header = file.metadata()
+    less = {name: one for name, one in tensors.items() if not name.startswith(f"state.{length - 1}.")}
+    save_file(less, path, header | {"digest": kept_prompts._checksum(less)})
+    assert answered(source, folder, prompt, dtype=dtype) == (output, ends[-2])
+
+
 def test_what_cannot_be_kept_is_refused(model: Path, tmp_path: Path) -> None:
-    recurrent = tiny.save(tmp_path / "mamba", make("mamba", vocab_size=264))
+    encoder = tiny.save(tmp_path / "t5", make_seq2seq("t5", vocab_size=264))
     for param, source, options in (
-        ("keep_prompts", recurrent, {"keep_prompts": tmp_path}),
+        ("keep_prompts", encoder, {"keep_prompts": tmp_path}),
         ("keep_prompts", model, {"keep_prompts": 3}),
         ("keep_prompts", model, {"keep_prompts": tmp_path, "share_prefixes": False}),
         ("keep_prompts_gb", model, {"keep_prompts": tmp_path, "keep_prompts_gb": 0}),

@@ -7,7 +7,6 @@ import logging
 import resource
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from foresay.server.running import SPARE_FILES, bind, configuration
 from foresay.server.service import Service, served_name
 from foresay.server.settings import ServerSettings
 from helpers import tiny
+from helpers.forks import fork
 from helpers.refusals import refused
 from helpers.schema_bombs import PRODUCT
 from helpers.serving import CLIENT, TALK, TEXT, Running, sent
@@ -218,7 +218,7 @@ class TestWhereItListens:
         ):  # fmt: skip
             assert served_name(name) == shown
 
-    def test_the_command_from_its_start_to_its_end(self, tmp_path: Path) -> None:
+    def test_the_command_from_its_start_to_its_end(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Settings of a file and of the environment. No path of the model is shown.
 
         After a signal it is not ready, and listens until what is under way has ended; schemas that are compiled end at once.
@@ -226,16 +226,13 @@ class TestWhereItListens:
         folder = tiny.save(tmp_path / "own-model", chat=True)
         (tmp_path / "foresay.toml").write_text(f'target = "{folder}"\ndrafter = "max_gram"\nlength = 3\n')
         variables = {"FORESAY_SERVE_PORT": "0", "FORESAY_API_KEYS": "secret"}
-        command = [*tiny.FORESAY, "serve", "--warmup", "--log-requests"]
-        child = psutil.Popen(
-            command, stderr=subprocess.PIPE, text=True, env=tiny.environment(**variables), cwd=tmp_path
-        )
-        said = ""
-        while "listening at " not in said:
-            said += (line := child.stderr.readline())
-            assert line, said
+        monkeypatch.chdir(tmp_path)
+        process = fork(["foresay", "serve", "--warmup", "--log-requests"], tmp_path / "out", **variables)
+        child, errors = psutil.Process(process.pid), tmp_path / "out.err"
+        wait_for(lambda: errors.exists() and "\n" in errors.read_text().partition("listening at ")[2])
+        said, _, rest = errors.read_text().partition("listening at ")
+        url = rest.split()[0]
         assert "drafter=max_gram" in said and "gamma=3" in said and "page: http://127.0.0.1:" in said
-        url = said.split()[-1]
         root = url.removesuffix("/v1")
         assert CLIENT.get(f"{url}/models").status_code == 401
         with httpx.Client(headers={"Authorization": "Bearer secret"}, timeout=60) as client:
@@ -263,8 +260,9 @@ class TestWhereItListens:
                 assert compiled.result().status_code == 503
                 assert client.get(f"{root}/health").status_code == 200
                 assert list(other.iter_lines())[-2] == "data: [DONE]"
-        _, said = child.communicate(timeout=60)
-        assert child.returncode == -signal.SIGTERM and "Traceback" not in said, said
+        process.join(60)
+        said = errors.read_text().partition(f"{url}\n")[2]
+        assert process.exitcode == -signal.SIGTERM and "Traceback" not in said, said
         assert "stopping: 3 open requests have 30 s to end; a second Ctrl-C or signal ends them now\n" in said, said
         first = json.loads(said.splitlines()[0])
         assert first["path"] == "/v1/models" and first["status"] == 401

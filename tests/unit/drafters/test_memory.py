@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import sqlite3
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +19,7 @@ from foresay.drafters.memory.database import NAME, Database
 from foresay.drafters.memory.segment import SEPARATOR, Segment, pattern
 from foresay.drafters.owners import MOST_SALTS
 from foresay.errors import VocabularyMismatchError
+from helpers.forks import fork
 from helpers.refusals import refused
 from helpers.waiting import wait_until
 
@@ -107,13 +105,14 @@ def test_a_killed_process(opened: Open, tmp_path: Path) -> None:
         "for i in range(10**9):\n    m.add('', np.array([i % 1000, i // 1000, 5, 6]))\n"
         "    if i % 50 == 49:\n        m.flush()\n        print(i, flush=True)\n"
     )
-    command = [sys.executable, "-c", BEGIN + code, str(tmp_path / "m")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
+    (script := tmp_path / "script.py").write_text(BEGIN + code)
+    os.mkfifo(pipe := tmp_path / "pipe")
+    process = fork([str(script), str(tmp_path / "m")], pipe)
+    with open(pipe) as out:
         for _ in range(3):
-            last = int(process.stdout.readline())
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+            last = int(out.readline())
+        process.kill()
+    process.join()
     texts = kept(opened())
     assert texts == [[i % 1000, i // 1000, 5, 6] for i in range(len(texts))] and len(texts) > last
 
@@ -123,9 +122,11 @@ def test_several_processes_write(opened: Open, tmp_path: Path) -> None:
     code = (
         "for i in range(60):\n    m.add('', np.array([int(sys.argv[2]), i, 5]))\nm.close()\nassert m.problem is None\n"
     )
-    command = [sys.executable, "-c", BEGIN + code, str(tmp_path / "m")]
-    processes = [subprocess.Popen([*command, str(i)]) for i in range(2)]
-    assert [process.wait(120) for process in processes] == [0, 0]
+    (script := tmp_path / "script.py").write_text(BEGIN + code)
+    processes = [fork([str(script), str(tmp_path / "m"), str(i)], tmp_path / f"{i}.out") for i in range(2)]
+    for process in processes:
+        process.join(120)
+        assert process.exitcode == 0
     one = opened()
     texts = kept(one)
     assert len(texts) == 120

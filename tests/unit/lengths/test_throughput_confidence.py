@@ -57,8 +57,10 @@ def rate(
                     drafted[i] += 1
                     alive[i] = alive[i] and luck[i] < sure[i]
                     held[i] += alive[i]
-            zeros = torch.zeros(batch, dtype=torch.int64)
             depth += 1
+            if stopping.rule.reads is Reads.NOTHING:
+                continue
+            zeros = torch.zeros(batch, dtype=torch.int64)
             able = [n > depth for n in going]
             go_on = stopping.keep(DraftStep(zeros + depth - 1, zeros, distributions(sure), None, able))
             if go_on is not None:
@@ -147,7 +149,7 @@ def test_drafts_are_soon_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
         return float(np.mean([regained(n, *texts, **c) for n in (200, 350) for texts in HARD_AND_EASY for c in costs]))
 
     assert mean() > 0.87
-    add, loan = measured_drafter.Credit.add, measured_drafter.Credit().passes
+    add, loan = measured_drafter.Credit.add, measured_drafter.Credit(1.0).passes
 
     def begun_large(self: measured_drafter.Credit, allowance: float, lost: float) -> None:
         self.needed = loan

@@ -211,7 +211,7 @@ def test_what_another_drafter_pays_anyway_is_no_cost_of_a_match() -> None:
     drafter, rows = measured_drafter.MeasuredDrafter(4, 16), rows_of(4)
     now = measured_drafter.Situation(rows, [None] * 4, 4.4, 1.0, 0.4, 0.03)
     drafter.selects = True
-    drafter.credit(4).passes = 1.0  # no trial
+    drafter.credit(4, ragged=True).passes = 0.25  # no trial
     for other, scored in (([0.0, 1.5, 1.5, 1.5], 3), ([0.0] * 4, 0), (None, 0)):
         drafter.choose(now, [True] * 4)
         assert drafter.selected(now, [3, 0, 0, 0], [3, 0, 0, 0], other)[0] == scored

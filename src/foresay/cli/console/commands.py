@@ -20,7 +20,7 @@ from foresay.cli.console.input import Entry, Words
 from foresay.cli.console.screen import unechoed
 from foresay.cli.console.session import INTERRUPTED, ChatSession
 from foresay.cli.methods import catalogue
-from foresay.cli.progress import loading
+from foresay.cli.progress import advancing, loading
 from foresay.decoding.acceptance import RULES
 from foresay.engine import Stats
 from foresay.errors import ConfigError
@@ -185,10 +185,10 @@ def _compare(session: ChatSession, value: str) -> None:
     user, before = (value, session.exchanges) if value else (session.last().user, session.exchanges[:-1])
     prompt: Any = session.fitted(before, user)[0]
     raw, table = isinstance(prompt, str), feature("compare")
-    with unechoed(session.interactive), loading("Preparing the drafters") as progress:
+    with unechoed(session.interactive), advancing("Comparing") as advance:
         methods = table.methods(session.generator, session.draft, session.length)
         given = (methods, session.draft, session.params, 1)
-        rows = table.compare(session.generator, prompt if raw else tuple(prompt), *given, progress, raw=raw)
+        rows = table.compare(session.generator, prompt if raw else tuple(prompt), *given, advance, raw=raw)
     table.show(rows, session.generator)
 
 

@@ -13,8 +13,8 @@ import torch
 
 from foresay.decoding.protocols import Move
 from foresay.models.cache.slot_cache import SlotCache
-from foresay.models.cache.snapshots import Snapshot, SnapshotRows, Snapshots
-from foresay.models.cache.stores import SavedSlots
+from foresay.models.cache.snapshots import Snapshot, SnapshotRows, Snapshots, state_lengths
+from foresay.models.cache.stores import SavedSlots, same
 
 State = Mapping[str, torch.Tensor]
 """Tensors [1, ...] of one row."""
@@ -35,6 +35,28 @@ class SavedPrefix:
     def prefix_length(self, length: int) -> int:
         """Return the length of the longest prefix of at most `length` tokens that can be copied."""
         return max((one.length for one in self.snapshots if one.length <= length), default=0)
+
+    def first(self, length: int) -> SavedPrefix:
+        """Return the first `length` tokens, without copying."""
+        return SavedPrefix(self.slots.first(length), tuple(one for one in self.snapshots if one.length <= length))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by name, for a file."""
+        states = [(one.length, one.state) for one in self.snapshots]
+        return self.slots.tensors() | {
+            f"state.{length}.{name}": tensor.contiguous()
+            for length, state in states
+            for name, tensor in (state or {}).items()
+        }
+
+    def restored(self, tensors: Mapping[str, torch.Tensor], count: int) -> SavedPrefix:
+        """See SavedSlots; with the snapshots that the file has."""
+        known = self.snapshots[-1].state or {}
+        snapshots: list[Snapshot[State]] = [
+            Snapshot(length, {n: same(tensors, f"state.{length}.{n}", one, len(one)) for n, one in known.items()})
+            for length in state_lengths(tensors)
+        ]
+        return SavedPrefix(self.slots.restored(tensors, count), tuple(snapshots))
 
 
 class RecurrentCache(SnapshotRows, SlotCache):
@@ -57,6 +79,9 @@ class RecurrentCache(SnapshotRows, SlotCache):
     def prefix_length(self, row: int, length: int) -> int:
         """Return the length of the longest prefix of at most `length` tokens that can be copied from a row."""
         return self.states.longest(row, length).length
+
+    stored_length = prefix_length
+    """Longest prefix that a file can have; any other process goes on at a snapshot."""
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of row `source`, which a snapshot of it has, to row `target`."""

@@ -7,7 +7,7 @@ Knows no model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -40,6 +40,11 @@ class Snapshot(Generic[S]):
 
     length: int
     state: S | None
+
+
+def state_lengths(names: Iterable[str]) -> list[int]:
+    """Return the lengths of the states of a file, by its names of tensors "state.LENGTH.NAME"."""
+    return sorted({int(name.split(".")[1]) for name in names if name.startswith("state.")})
 
 
 def thin(shared: list[Snapshot[S]]) -> None:

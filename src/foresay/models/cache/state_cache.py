@@ -8,15 +8,15 @@ cpu/recurrent.h reads and writes the numbers of states.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from foresay.decoding.protocols import Move
 from foresay.models.cache.slot_cache import SlotCache
-from foresay.models.cache.snapshots import Snapshot, SnapshotRows, thin
-from foresay.models.cache.stores import RowStores, SavedSlots
+from foresay.models.cache.snapshots import Snapshot, SnapshotRows, state_lengths, thin
+from foresay.models.cache.stores import RowStores, SavedSlots, same
 
 SLOTS = 24
 """Tokens whose inputs a row keeps: a rejected draft of up to 23 tokens costs nothing."""
@@ -153,6 +153,12 @@ class SavedRow:
     slots: SavedSlots
     states: RowStates
 
+    def first(self, length: int) -> SavedRow:
+        """Return the first `length` tokens, at which `stored_length` ends, without copying slots."""
+        states = self.states.copy()
+        states.go_to(length)
+        return SavedRow(self.slots.first(length), states)
+
     @property
     def nbytes(self) -> int:
         """Bytes of memory in use."""
@@ -161,6 +167,29 @@ class SavedRow:
     def prefix_length(self, length: int) -> int:
         """Return the length of the longest prefix of at most `length` tokens that can be copied."""
         return self.states.reach(length)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by name, for a file: of the states, those at the ends of prefill passes."""
+        states = {one.length: one.state for one in self.states.shared if one.state is not None}
+        numbers = {f"state.{length}.numbers": one.numbers for length, one in states.items()}
+        return self.slots.tensors() | numbers | {f"state.{length}.tail": one.tail for length, one in states.items()}
+
+    def restored(self, tensors: Mapping[str, torch.Tensor], count: int) -> SavedRow:
+        """See SavedSlots; with the states that the file has."""
+        known, out = self.states.at_base, object.__new__(RowStates)
+        out.base = out.first = out.end = out.mark = -1  # it goes on at one of the ends of prefill passes
+        out.at_base, out.at_end, out.ring = known.copy(), self.states.at_end.clone(), self.states.ring.clone()
+        out.shared = [
+            Snapshot(
+                length,
+                State(
+                    same(tensors, f"state.{length}.numbers", known.numbers, len(known.numbers)),
+                    same(tensors, f"state.{length}.tail", known.tail, len(known.tail)),
+                ),
+            )
+            for length in state_lengths(tensors)
+        ]
+        return SavedRow(self.slots.restored(tensors, count), out)
 
 
 class StateCache(SnapshotRows, SlotCache):
@@ -215,6 +244,11 @@ class StateCache(SnapshotRows, SlotCache):
     def prefix_length(self, row: int, length: int) -> int:
         """Return the length of the longest prefix of at most `length` tokens that can be copied from a row."""
         return self.states(row).reach(min(length, self.lengths[row]))
+
+    def stored_length(self, row: int, length: int) -> int:
+        """Return the longest prefix of at most `length` tokens that a file can have: it has states at ends of prefill passes."""
+        known = [one.length for one in self.states(row).shared if one.length <= min(length, self.lengths[row])]
+        return max(known, default=0)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of row `source`, at which it can go on, to row `target`."""

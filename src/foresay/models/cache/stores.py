@@ -8,7 +8,7 @@ know which slots are valid; the cache does.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,39 @@ class SavedSlots:
     def nbytes(self) -> int:
         """Bytes of memory in use."""
         return sum(store.nbytes for part in self.parts for store in part or ())
+
+    def first(self, length: int) -> SavedSlots:
+        """Return the first `length` slots, without copying."""
+        return SavedSlots(tuple(part and (part[0][:length], part[1][:length]) for part in self.parts))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by name, for a file."""
+        every = [one for part in self.parts for one in part or (None, None)]
+        return {f"slots.{i}": one.contiguous() for i, one in enumerate(every) if one is not None}
+
+    def restored(self, tensors: Mapping[str, torch.Tensor], count: int) -> SavedSlots:
+        """Return the copy of `count` slots whose `tensors` a file has; of the same model as this one.
+
+        Raises ValueError for other shapes, KeyError for a missing tensor.
+        """
+        return SavedSlots(
+            tuple(
+                part
+                and (
+                    same(tensors, f"slots.{2 * i}", part[0], count),
+                    same(tensors, f"slots.{2 * i + 1}", part[1], count),
+                )
+                for i, part in enumerate(self.parts)
+            )
+        )
+
+
+def same(tensors: Mapping[str, torch.Tensor], name: str, known: torch.Tensor, count: int) -> torch.Tensor:
+    """Return a tensor [count, ...] with the dtype and further sizes of another. Raises ValueError for a different one."""
+    found = tensors[name]
+    if (found.dtype, found.shape) != (known.dtype, (count, *known.shape[1:])):
+        raise ValueError(f"its tensor {name} is {found.dtype} {tuple(found.shape)}")
+    return found
 
 
 class RowStores:

@@ -6,7 +6,7 @@ are rearranged in ways unknown here. types.py decides the representation of each
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,13 +39,19 @@ from foresay.models.layer import StackedExperts
 
 
 def model_of_file(
-    header: GgufHeader, config: Any, dtype: torch.dtype, *, in_blocks: bool, gpu: torch.device | None = None
+    header: GgufHeader,
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    in_blocks: bool,
+    gpu: torch.device | None = None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Any:
     """Return a transformers model with a file's weights; numbers are in `dtype`.
 
     header: checked by `check_values`, of one of ARCHITECTURES. in_blocks: True for linear layers and experts over the file's
     blocks; otherwise all weights are numbers, except those of linear layers and experts in types that our kernels for GPUs read,
-    on `gpu`.
+    on `gpu`. progress: called with texts while weights are packed.
     Raises ModelLoadError if the tensors do not match the model or contain numbers that are not finite, and ConfigError for blocks
     without compiled kernels.
     """
@@ -55,7 +61,7 @@ def model_of_file(
     if (split := architecture_of(header.stated).split) is not None:
         split(model, header.tensors)
     check_tensors(header, model, name)
-    packed = PackedWeights(header) if in_blocks else None
+    packed = PackedWeights(header, progress=progress) if in_blocks else None
     file = FileWeights(header, config, dtype, name, packed, gpu)
     if packed is not None or gpu is not None:
         model.tie_weights = lambda *args, **kwargs: None  # tied layers may use two representations of one weight

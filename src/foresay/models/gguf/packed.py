@@ -17,6 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from time import monotonic
 
 import numpy as np
 import torch
@@ -34,6 +35,8 @@ logger = logging.getLogger("foresay")
 LIMIT = "FORESAY_PACKED_GB"
 """Environment variable: most gigabytes of packed weights that are kept; 0 keeps none."""
 _DEFAULT_LIMIT_GB = 20.0
+_ANNOUNCED = 50_000_000
+"""Least bytes of new weights whose keeping is logged as a warning: users should know of files of that size."""
 _PAGE = 4096
 """Multiple of bytes that the first line fills up."""
 Parts = dict[str, list[NativeProduct]]
@@ -43,9 +46,13 @@ Parts = dict[str, list[NativeProduct]]
 class PackedWeights:
     """The products of a file: those of an earlier load, or new ones, which `write` keeps."""
 
-    def __init__(self, header: GgufHeader, part: str = "") -> None:
-        """part: name of a part of the file that is loaded separately. Raises ConfigError for an invalid $FORESAY_PACKED_GB."""
-        self._header, self._limit = header, gigabytes(LIMIT, _DEFAULT_LIMIT_GB)
+    def __init__(self, header: GgufHeader, part: str = "", progress: Callable[[str], None] = lambda text: None) -> None:
+        """part: name of a part of the file that is loaded separately. Raises ConfigError for an invalid $FORESAY_PACKED_GB.
+
+        progress: called with a text for each product that is packed.
+        """
+        self._header, self._limit, self._progress = header, gigabytes(LIMIT, _DEFAULT_LIMIT_GB), progress
+        self._began = monotonic()
         self._path = _root() / f"{_digest(header)}{part}.weights"
         self._kept = _read(self._path) if self._limit else {}
         self._new: Parts = {}
@@ -61,12 +68,20 @@ class PackedWeights:
             return NativeProduct.stacked([part.with_bias(one) for part, one in zip(parts, biases, strict=True)])
         product = make()
         self._new[name] = list(product.parts) or [product]
+        size = sum(part.nbytes for parts in self._new.values() for part in parts) / 1e9
+        self._progress(f"Packing {self._header.path.name} for this processor, once: {size:.1f} GB")
         return product
 
     def write(self) -> None:
         """Keep new products in the cache folder, by a thread for which the process waits at its end."""
         size = sum(part.nbytes for parts in self._new.values() for part in parts)
         if 0 < size <= self._limit and self._header.is_unchanged():
+            if size >= _ANNOUNCED:
+                text = (
+                    "%s was packed for this processor in %.0f s; %.1f GB in %s spare later loads that (%s=0 keeps none)"
+                )
+                taken = monotonic() - self._began
+                logger.warning(text, self._header.path.name, taken, size / 1e9, self._path.parent, LIMIT)
             threading.Thread(target=_write, args=(self._path, self._new, self._limit - size), name=_THREAD).start()
 
 

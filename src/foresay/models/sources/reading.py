@@ -49,6 +49,7 @@ def _of_file(described: Description, options: LoadOptions) -> Any:
     header, config = described.location.header, described.config
     assert header is not None
     how: dict[str, Any] = {"in_blocks": described.in_blocks, "gpu": described.gpu}
+    how |= {} if options.progress is None else {"progress": options.progress}
     model = model_of_file(header, config, described.dtype, **how).to(options.computes_on)
     suppress(model.generation_config, header)
     config.name_or_path = str(header.path)

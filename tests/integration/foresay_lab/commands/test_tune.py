@@ -1,9 +1,8 @@
-"""`foresay tune`: the settings that it writes and others read, its estimate, and what Ctrl-C leaves."""
+"""`foresay tune`: the settings that it writes and others read, its time, and what Ctrl-C leaves."""
 
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
 import re
@@ -13,17 +12,15 @@ from typing import Any
 
 import pytest
 
-import foresay
+from foresay.generation.method import Method
 from foresay.records.profile import Profile, Timing
 from foresay.spec.settings_file import read_settings
 from foresay_lab import tune as lab
 from foresay_lab.bench import runners
-from foresay_lab.commands import tune_estimate
-from foresay_lab.commands.tune_estimate import Estimate
+from foresay_lab.candidates import Confirmed
 from foresay_lab.replay.record import Recorder
 from helpers import tiny
 
-ESTIMATE = r"tuning takes about \d+ (s|min): (\w[\w ]* \d+ (s|min)(, )?)+\n"
 PROMPT = "hello world, hello"
 NUM_PROMPTS = 5
 Tune = Callable[..., tuple[int, str, str]]
@@ -70,13 +67,13 @@ def test_it_writes_settings_that_are_picked_up(
 
     def fast(self: Any, candidates: Any, **more: Any) -> Any:
         honest(self, candidates[:1], repeats=1, count=1)
-        self.tuning.confirmed = [lab.Confirmed(one, 100.0 - i, 2.0, 1.9, 2.1) for i, one in enumerate(candidates)]
+        self.tuning.confirmed = [Confirmed(one, 100.0 - 50 * one.is_default, 2.0, 1.9, 2.1) for one in candidates]
         return self.tuning.confirmed
 
     monkeypatch.setattr(lab.Tuner, "confirm", fast)
     code, out, err = tune("-n", "16", columns=0.0)
-    assert code == 0 and re.match("foresay: " + ESTIMATE, err), err
-    assert "2.00x plain decoding at batch 1." in out and out.endswith("wrote foresay.toml\n")
+    assert (code, err) == (0, "") and "suffix, 4: 2.00x plain decoding at batch 1." in out
+    assert out.endswith("wrote foresay.toml; use it: foresay serve foresay.toml\n")
     found, text = read_settings("foresay.toml"), Path("foresay.toml").read_text()
     assert (found.target, found.drafter, found.length, found.dtype) == (str(folder), "suffix", 4, "float32")
     assert found.max_batch_size == 1 and "speed_up = 2.0" in text and "prompts = " in text
@@ -97,6 +94,7 @@ def test_where_nothing_pays_and_in_another_folder(
     """Plain decoding is written; the model is found from where the file lies."""
     tiny.save(here / "m")
     (here / "out").mkdir()
+    monkeypatch.setattr("foresay_lab.commands.tune.own_methods", lambda *_, **__: [Method("suffix", "12")])
     code, out, _ = tune("--model", "m", "-n", "8", "-o", "out/foresay.toml")
     assert code == 0 and "Plain decoding is fastest: no drafter gains anything here." in out
     found = read_settings("out/foresay.toml")
@@ -106,55 +104,44 @@ def test_where_nothing_pays_and_in_another_folder(
     assert json.loads(shell("generate", "-n", "3", "--json", "x")[1])["stats"]["num_drafted"] == 0
 
 
-def test_the_duration_is_estimated(tune: Tune, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, out, err = tune("-n", "12", "--estimate")
-    assert (code, err) == (0, "") and re.fullmatch(ESTIMATE, out) and not Path("foresay.toml").exists()
-    for part in ("recording", "timing passes", "replaying 2 candidates", "running 2 live"):  # suffix, and the default
-        assert part in out
-
-    now = 0
-
-    def generate(prompts: list[list[int]], params: object) -> None:
-        nonlocal now
-        now += len({tuple(ids[: i + 1]) for ids in prompts for i in range(len(ids))})
-
-    target = foresay.load(folder, drafter="none")
-    monkeypatch.setattr(target, "generate", generate)
-    monkeypatch.setattr(tune_estimate, "perf_counter", lambda: float(now))
-    of: dict[str, Any] = {"recorded": False, "methods": [], "sizes": [8], "rows": 8, "finalists": 2}
-    alike, apart = (
-        tune_estimate.estimate(target, prompts, (8, 4), **of)
-        for prompts in ([[1] * 40 + [i] for i in range(8)], [[i] * 41 for i in range(8)])
-    )
-    assert alike.recording < apart.recording, "what prompts begin with is prefilled once"
-    assert alike.timing == apart.timing, "timing passes prefills random tokens"
-
-
-def test_a_run_fits_its_minutes() -> None:
-    whole = Estimate(100.0, 60.0, 20.0, 300.0, count=48, rounds=3, candidates=20, finalists=4)
-    assert whole.within(1e9) == whole
-    part, least = whole.within(90.0), whole.within(0.001)
-    assert (part.count, part.rounds, part.live) == (12, 1, 30.0) and (least.count, least.rounds) == (4, 1)
-    assert (part.recording, part.replaying, part.timing) == (25.0, 5.0, 20.0)
-
-
-class Terminal(io.TextIOWrapper):
-    """Standard input that is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize(("answer", "args", "started"), [("n", [], False), ("y", [], True), ("", ["--yes"], True)])
-def test_a_long_run_is_confirmed_on_a_terminal(
-    tune: Tune, monkeypatch: pytest.MonkeyPatch, answer: str, args: list[str], started: bool
+@pytest.mark.parametrize(("speed_up", "answer"), [(1.5, "suffix, 4: 1.50x plain"), (0.99, "costs nothing (0.99x)")])
+def test_a_default_that_is_best_needs_no_file(
+    tune: Tune, folder: Path, monkeypatch: pytest.MonkeyPatch, speed_up: float, answer: str
 ) -> None:
-    long = Estimate(600.0, 0.0, 0.0, 0.0, 8, 3, 1, 3)
-    monkeypatch.setattr("foresay_lab.commands.tune.estimate", lambda *_, **__: long)
-    monkeypatch.setattr("io.TextIOWrapper", Terminal)
-    code, _, err = tune("-n", "8", *args, stdin=f"{answer}\n".encode())
-    assert "tuning takes about 5 min: recording 4 outputs 5 min" in err
-    assert code == (0 if started else 130) and Path("foresay.toml").exists() == started
+    """Unless it is named."""
+
+    def confirm(self: Any, candidates: Any) -> None:
+        self.tuning.confirmed = [Confirmed(one, 100.0, speed_up, speed_up, speed_up) for one in candidates]
+
+    monkeypatch.setattr(lab.Tuner, "confirm", confirm)
+    monkeypatch.setattr("foresay_lab.commands.tune.own_methods", lambda *_, **__: [Method("suffix", "4")])
+    code, out, _ = tune("-n", "16")
+    assert code == 0 and not Path("foresay.toml").exists() and answer in out
+    kept = f"Keep the default: foresay serve {folder} (it needs no settings file; --output FILE writes one)\n"
+    assert out.endswith(kept)
+    assert tune("-n", "16", "-o", "here.toml")[0] == 0 and read_settings("here.toml").drafter == "suffix"
+
+
+def test_a_prediction_that_is_wrong_is_marked(tune: Tune, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Live runs take twice the time of drafting that the profile has."""
+    _, out, _ = tune("-n", "16", columns=0.5)
+    assert "x (rough)" not in out
+    honest = runners.run_live
+
+    def slower(generator: Any, asks: Any, params: Any) -> Any:
+        live = honest(generator, asks, params)
+        return dataclasses.replace(live, seconds=live.seconds * (2 if generator.drafter_name == "suffix" else 1))
+
+    monkeypatch.setattr(runners, "run_live", slower)
+    assert "x (rough)" in tune("-n", "16", "--force", columns=0.5)[1]
+
+
+def test_the_time_is_a_bound(tune: Tune, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any time one round of outputs is recorded and the default alone predicted and run once."""
+    code, out, _ = tune("-n", "12", "--minutes", "0.0001", "--length", "2", "--length", "4", "--drafter", "suffix")
+    assert code == 0 and "not tried: 2 candidates, for lack of time; --minutes gives more\n" in out
+    assert len(re.findall(r"^suffix, throughput\S* .* 0\.\d\dx", out, re.MULTILINE)) == 1
+    assert tune("--minutes", "0")[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -169,26 +156,24 @@ def test_a_long_run_is_confirmed_on_a_terminal(
 def test_the_model_s_own_default_is_run(tune: Tune, monkeypatch: pytest.MonkeyPatch, default: str, args: str) -> None:
     """At its own length, where the replay finds nothing that pays, and whatever the candidates are called."""
     monkeypatch.setattr("foresay.generation.load.default_drafter", lambda *_: default)
-    live = re.compile(rf"^live: {re.escape(default)}, throughput\S* \d", re.MULTILINE)
-    _, out, err = tune("-n", "12", "--force", *args.split())
-    assert live.search(err), err
-    rows = re.findall(rf"^{re.escape(default)}, throughput[^:\s]* +\d", out, re.MULTILINE)
-    assert len(rows) == 1, "in one row of the table"
+    live = re.compile(rf"^{re.escape(default)}, throughput[^:\s]* .*\dx( \(rough\))?  .*\d-\d", re.MULTILINE)
+    _, out, _ = tune("-n", "12", "--force", *args.split())
+    assert len(live.findall(out)) == 1, out
     monkeypatch.setattr("foresay_lab.commands.tune.own_methods", lambda *_, **__: [])
-    assert not live.search(tune("-n", "12", "--force", *args.split())[2]), "what does not pay is not run otherwise"
+    assert not live.search(tune("-n", "12", "--force", *args.split())[1]), "what does not pay is not run otherwise"
 
 
 def test_with_a_latency(tune: Tune, monkeypatch: pytest.MonkeyPatch) -> None:
     """A candidate that the replay ranks first may lose live: then the other's batch size is written."""
     code, _, err = tune("-n", "12", "--latency", "1")
     message = r"foresay: --latency 1 cannot be met: the fastest candidate takes 1000\.\d ms per token\n"
-    assert code == 2 and re.fullmatch(f"foresay: {ESTIMATE}{message}", err)
+    assert code == 2 and re.fullmatch(message, err)
     assert tune("-n", "12", "--latency", "1500", "--batch-size", "1,2")[0] == 0
     assert read_settings("foresay.toml").max_batch_size == 2, "the larger batch writes more, and is as quick"
 
     def confirm(self: Any, candidates: Any, **more: Any) -> Any:
         assert candidates[0].batch_size == 2 and candidates[-1].batch_size == 1
-        self.tuning.confirmed = [lab.Confirmed(candidates[-1], 100.0, 2.0, 1.9, 2.1)]
+        self.tuning.confirmed = [Confirmed(candidates[-1], 100.0, 2.0, 1.9, 2.1)]
 
     monkeypatch.setattr(lab.Tuner, "confirm", confirm)
     assert tune("-n", "12", "--force", "--latency", "5000", "--batch-size", "1,2", columns=0.0)[0] == 0
@@ -198,10 +183,13 @@ def test_with_a_latency(tune: Tune, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_from_a_recording(tune: Tune, shell: tiny.Shell, here: Path, which: list[str]) -> None:
     shell.out("record", "r.jsonl", *which, "--prompts", "p.jsonl", "-n", "24")
     Path("own.toml").write_text(f'target = "{which[1]}"\ndtype = "fp32"\nactivations = "float32"\n')
-    for settings, given in ((Path("foresay.toml"), []), (Path("rounded.toml"), ["own.toml", "-o", "rounded.toml"])):
+    for settings, given in (
+        (Path("foresay.toml"), ["-o", "foresay.toml"]),
+        (Path("rounded.toml"), ["own.toml", "-o", "rounded.toml"]),
+    ):
         assert tune(*given, "--recording", "r.jsonl")[0] == 0
         assert 'prompts = "r.jsonl"' in settings.read_text()
-        assert ('activations = "float32"' in settings.read_text()) == bool(given)
+        assert ('activations = "float32"' in settings.read_text()) == ("own.toml" in given)
     contradicts = "contradict: a recording has its own prompts"
     for more, message in (
         (["--count", "3"], contradicts),
@@ -247,7 +235,10 @@ def test_an_interrupted_run_goes_on_with_its_outputs(
 def test_ctrl_c_during_live_runs_leaves_an_answer(
     tune: Tune, here: Path, monkeypatch: pytest.MonkeyPatch, runs: int, answer: str
 ) -> None:
-    """The best of what was measured until then; the outputs that were recorded stay for the next run."""
+    """The best of what was measured until then; the outputs that were recorded stay for the next run.
+
+    The first run of the candidate, and of the default, only warms up.
+    """
     honest, done = runners.run_live, list[str]()
 
     def watched(generator: Any, asks: Any, params: Any) -> Any:
@@ -258,8 +249,7 @@ def test_ctrl_c_during_live_runs_leaves_an_answer(
         return dataclasses.replace(live, seconds=float(live.stats.num_passes))
 
     monkeypatch.setattr(runners, "run_live", watched)
-    code, out, err = tune("-n", "12", "--minutes", "600", columns=0.0)
-    assert code == 130 and answer in out and "predicted: suffix, 4 " in err
-    assert err.count("live: ") == max(0, runs - 2), "the first run of the candidate, and of the default, only warms up"
+    code, out, _ = tune("-n", "12", "--minutes", "600", "-o", "foresay.toml", columns=0.0)
+    assert code == 130 and answer in out
     assert Path("foresay.toml").exists() == (runs > 1)
     assert list((here / "cache" / "tune").glob("*.jsonl"))

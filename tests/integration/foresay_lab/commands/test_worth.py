@@ -16,7 +16,8 @@ from foresay.generation.method import Method
 from foresay.records.profile import Profile, Timing
 from foresay_lab import worth
 from foresay_lab.bench import runners
-from foresay_lab.worth import Gain, command, conclusion
+from foresay_lab.candidates import advice
+from foresay_lab.worth import Gain, conclusion
 from helpers import tiny
 
 Worth = Callable[..., tuple[int, str, str]]
@@ -43,7 +44,6 @@ def run(shell: tiny.Shell, here: Path, which: list[str], monkeypatch: pytest.Mon
     monkeypatch.setattr(worth, "measure", measured)
     monkeypatch.setattr(worth, "perf_counter", partial(next, count()))
     monkeypatch.setattr(worth, "thread_time", partial(next, count()))
-    monkeypatch.setattr("foresay_lab.commands.worth.prefill_token_s", lambda *_: 0.0)
     monkeypatch.setattr(runners, "run_live", run_live)
     monkeypatch.setattr("foresay_lab.commands.worth.own_methods", lambda _: [Method("suffix", "4")])
     return run
@@ -121,5 +121,8 @@ def gain(drafter: str, speed: float, *, length: str = "", **more: Any) -> Gain:
     ids=["pays", "no gain", "another", "measured", "loses"],
 )
 def test_the_conclusion(found: list[Gain], sentences: str, answer: str) -> None:
-    assert sentences in conclusion(found) and ": ".join(command("m", found)) == answer
+    assert (
+        sentences in conclusion(found)
+        and ": ".join(advice("m", {one.method: one.best_known for one in found})) == answer
+    )
     assert "busy (others run)" in conclusion(found, "others run")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -21,8 +20,8 @@ from foresay.records.recording import Record, Recording
 from foresay_lab.data.items import PromptItem
 from foresay_lab.data.requests import RequestBuilder
 from foresay_lab.replay.record import Progress, record
-from helpers import tiny
 from helpers.families import VOCAB, make
+from helpers.forks import fork
 from helpers.recordings import SAMPLED, Numbers, loaded, numbered
 from helpers.refusals import refused, refuses
 
@@ -178,16 +177,13 @@ def test_wrong_requests_are_refused(tmp_path: Path) -> None:
 
 
 WORKER = """
-import sys
-sys.path[:0] = {paths!r}
-import torch
-torch.set_num_threads(1)
+import signal, sys
 from foresay_lab.replay.record import record
 from helpers.recordings import SAMPLED, loaded, numbered
 def hold(progress):
     if progress.done >= 5:
         print(progress.done, flush=True)
-        sys.stdin.read()
+        signal.pause()
 record(loaded(batch=3), numbered(16), sys.argv[1], SAMPLED, on_progress=hold)
 """
 
@@ -197,17 +193,18 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     """It stands still when at least 5 outputs are written, is killed, and a line is cut as a kill within a write leaves it."""
     items, path, seen = numbered(16), tmp_path / "killed.jsonl", list[Progress]()
     wanted = by_id(record(loaded(batch=3), items, tmp_path / "whole.jsonl", SAMPLED))
-    command = [sys.executable, "-c", WORKER.format(paths=[p for p in sys.path if p]), str(path)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=tiny.environment()) as process:
-        try:
-            assert process.stdout is not None
-            written = int(process.stdout.readline())
-            with refused("path"):
-                record(loaded(), items, path, SAMPLED)
-        finally:
-            process.kill()
-        assert process.wait() == -signal.SIGKILL
+    (script := tmp_path / "worker.py").write_text(WORKER)
+    os.mkfifo(pipe := tmp_path / "pipe")
+    process = fork([str(script), str(path)], pipe)
+    try:
+        with open(pipe) as out:
+            written = int(out.readline())
+        with refused("path"):
+            record(loaded(), items, path, SAMPLED)
+    finally:
+        process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     survived = path.read_bytes().count(b"\n") - 1
     assert 5 <= written == survived < 16, "it was killed in mid-run, and what was written is there"
     with open(path, "ab") as file:

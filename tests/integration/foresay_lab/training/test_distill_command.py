@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from foresay_lab.training.curves import read_log
 from foresay_lab.training.fitting import Fitting
 from foresay_lab.training.outputs import read_outputs
 from helpers import tiny
+from helpers.forks import run_two
 from helpers.training import full_disk
 
 SMALL = "--hidden-layers 1,3 --draft-steps 2 --vocabulary-size 64"
@@ -206,12 +205,10 @@ def test_several_processes_take_the_steps_of_one(distil: Distil, tmp_path: Path)
     """Two that train side by side make the steps of one that takes both of their batches; what they evaluate is the same."""
     two, one, less = (tmp_path / name for name in ("two", "one", "less"))
     more = "--batch-tokens 330 --epochs 3 --hidden-layers 1,2,3 --draft-steps 2 --held-out 0.1"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launch, "-m", "foresay", "distill", str(two)]
+    command = ["foresay", "distill", str(two)]
     command += asked(distil.target, distil.recorded, f"--states {tmp_path / 's'} {more}")
-    done = subprocess.run(command, env=tiny.environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("tokens per pass") == 1, "one of them speaks"
+    printed = run_two(command, tmp_path)
+    assert "".join(printed).count("tokens per pass") == 1, "one of them speaks"
     for out, batches in ((one, 2), (less, 1)):
         distil(out, f"{more} --accumulate {batches}")
     theirs, ours, others = (read_log(out) for out in (two, one, less))

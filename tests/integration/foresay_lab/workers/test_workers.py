@@ -35,6 +35,7 @@ from foresay_lab.workers import processes, work
 from foresay_lab.workers.pool import TRIES, Pool, check_workers, in_order
 from foresay_lab.workers.processes import Processes
 from helpers import tiny
+from helpers.forks import fork
 from helpers.in_process import InProcess, done
 from helpers.refusals import refused
 from helpers.waiting import has_ended, wait_until
@@ -316,14 +317,8 @@ def test_commands(chat_folder: Path, tmp_path: Path, in_process: tiny.Shell) -> 
 
 @pytest.mark.slow
 def test_an_interrupt_ends_the_workers(chat_folder: Path, tmp_path: Path) -> None:
-    command = [*tiny.FORESAY, "record", str(tmp_path / "r.jsonl"), "--model", str(chat_folder), "--workers", "1"]
-    child = subprocess.Popen(
-        [*command, "-n", "4000", "--ignore-eos"],
-        env=tiny.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+    command = ["foresay", "record", str(tmp_path / "r.jsonl"), "--model", str(chat_folder), "--workers", "1"]
+    child = fork([*command, "-n", "4000", "--ignore-eos"], out := tmp_path / "out")
 
     def workers() -> list[int]:
         listed = subprocess.run(["pgrep", "-P", str(child.pid)], capture_output=True, text=True, check=False)
@@ -332,7 +327,8 @@ def test_an_interrupt_ends_the_workers(chat_folder: Path, tmp_path: Path) -> Non
     wait_until(workers, "a worker")
     time.sleep(1)
     pids = workers()
-    child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=60)
-    assert (child.returncode, out) == (130, b"") and b"Traceback" not in err
+    os.kill(child.pid or 0, signal.SIGINT)
+    child.join(60)
+    err = Path(f"{out}.err").read_text()
+    assert (child.exitcode, out.read_text()) == (130, "") and "Traceback" not in err, err
     wait_until(lambda: all(has_ended(pid) for pid in pids), "it ends with the command")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -28,24 +26,17 @@ from foresay.models.sources.wrapping import wrap
 from helpers import tiny
 from helpers.broken_kernels import Broken
 from helpers.families import make
+from helpers.forks import fork
 from helpers.passes import started
 
-HELPERS = Path(tiny.__file__).parents[1]
 SEED, CALLS = 1, 100
 
 
-def test_no_size_ends_the_process() -> None:
-    environment = tiny.environment()
-    path = f"{HELPERS}:{environment.get('PYTHONPATH', '')}"
-    done = subprocess.run(
-        [sys.executable, "-m", "helpers.kernel_fuzz", str(SEED), str(CALLS)],
-        capture_output=True,
-        text=True,
-        env={**environment, "PYTHONPATH": path},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-500:]
-    found = json.loads(done.stdout)
+def test_no_size_ends_the_process(tmp_path: Path) -> None:
+    process = fork(["helpers.kernel_fuzz", str(SEED), str(CALLS)], out := tmp_path / "out")
+    process.join(300)
+    assert process.exitcode == 0, Path(f"{out}.err").read_text()[-500:]
+    found = json.loads(out.read_text())
     assert set(found) == {"multiply", "pack", "rows", "add_norm", "gate", "attend", "pass", "chain", "mix"}
     assert all(ran + refused == CALLS for ran, refused in found.values())
     assert all(ran > 5 and refused > 5 for ran, refused in found.values()), f"both have to happen: {found}"

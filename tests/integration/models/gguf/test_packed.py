@@ -15,6 +15,7 @@ import torch
 from foresay.decoding.protocols import ModelInput
 from foresay.models.cpu.product import NativeProduct
 from foresay.models.gguf import blocks, packed
+from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model
 from helpers import tiny
 from helpers.families import make
@@ -103,6 +104,28 @@ def test_a_later_load_maps_what_the_first_one_packed(
             assert torch.equal(a.dense(), b.dense()), name
             assert a.bias is b.bias is None or torch.equal(a.bias, b.bias), name
             assert (a.bits, a.nbytes, len(a.parts)) == (b.bits, b.nbytes, len(b.parts)), name
+
+
+def test_the_first_load_reports_what_it_writes(
+    cache: Path, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where and how much, if that is much; while it packs, it names the file. Loads that write nothing log nothing."""
+    shown = list[str]()
+    load_model(path, LoadOptions(progress=shown.append))
+    assert shown[-1] == "Packing tiny.gguf for this processor, once: 0.0 GB" and not caplog.messages
+    files(cache)[0].unlink()
+    monkeypatch.setattr(packed, "_ANNOUNCED", 1)
+    for told in (True, False):
+        caplog.clear()
+        load_model(path)
+        assert any(str(cache) in one and "tiny.gguf was packed" in one for one in caplog.messages) is told
+        packed.settle()
+    shown.clear()
+    load_model(path, LoadOptions(progress=shown.append))
+    assert not shown
+    monkeypatch.setenv("FORESAY_PACKED_GB", "0")
+    load_model(path)
+    assert not caplog.messages
 
 
 def part(number: int, value: Any) -> Callable[[bytes], bytes]:

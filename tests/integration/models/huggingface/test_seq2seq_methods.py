@@ -22,7 +22,7 @@ from helpers.refusals import refused
 from helpers.seq2seq import greedy, reference_of, some_sources, starts_of, target_of
 from helpers.support import PromptLookup, Renumbered, run
 
-NEW = 20
+NEW = 14
 
 
 def small(family: str) -> ModelDrafter:

@@ -23,6 +23,7 @@ from foresay.lengths.broadcast import BroadcastLength
 from foresay.models.table import TableModel
 from helpers import tensor_parallel_run as run
 from helpers import tiny
+from helpers.forks import run_two
 from helpers.making import By, make_row
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", run.__file__]
@@ -43,22 +44,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return tiny.save(folder / "target", target), tiny.save(folder / "draft", draft)
 
 
-def launched(*arguments: Any, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    paths = {"PYTHONPATH": str(Path(run.__file__).parents[1])}
-    return subprocess.run(
-        [*LAUNCH, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=tiny.environment(**paths),
-        check=False,
-    )
-
-
 @pytest.mark.slow
 def test_two_processes_write_what_one_writes(models: tuple[Path, Path], tmp_path: Path) -> None:
-    done = launched(*models, tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_two([run.__file__, *map(str, (*models, tmp_path))], tmp_path)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     assert found[0] == found[1], "also what was sampled without a seed"
     unseeded = found[0].pop("unseeded")
@@ -91,7 +79,9 @@ def test_heads_that_do_not_divide_are_refused_at_load(
 
 @pytest.mark.long
 def test_a_process_that_dies_ends_all(models: tuple[Path, Path], tmp_path: Path) -> None:
-    done = launched(*models, tmp_path, 1, timeout=120)
+    command = [*LAUNCH, *map(str, (*models, tmp_path)), "1"]
+    environment = tiny.environment(PYTHONPATH=str(Path(run.__file__).parents[1]))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
     assert done.returncode != 0 and "exitcode" in done.stderr.lower().replace(" ", "")
 
 

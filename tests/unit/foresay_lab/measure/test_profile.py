@@ -23,7 +23,7 @@ from foresay.records.profile import Floor, Profile, Timing, line, profile_path
 from foresay.records.recording import Record, Recording
 from foresay_lab.measure import profile as lab
 from foresay_lab.measure import roofline as floors
-from foresay_lab.measure.profile import FILLS, measure, measure_drafting, medians, profile, prompt_lengths, quartiles
+from foresay_lab.measure.profile import measure, measure_drafting, medians, profile, quartiles
 from foresay_lab.replay.predict import expect
 from foresay_lab.replay.replay import PassCost, Replay
 from helpers import tiny
@@ -262,9 +262,6 @@ def test_measuring_a_drafter() -> None:
     with refused("drafter", "none"):
         measure_drafting(loaded())
     assert quartiles([3.0]) == (3, 3, 3) and quartiles([5.0, 1.0, 3.0, 2.0, 4.0]) == (3, 2, 4)
-    # the line through the timed lengths has a point at or above every recorded prompt, up to a chunk
-    for longest, timed in ((1, 2), (32, 2), (33, 3), (129, len(FILLS)), (9999, len(FILLS))):
-        assert prompt_lengths(longest) == list(FILLS)[:timed] and FILLS[:3] == (8, 32, 128)
 
 
 def test_a_kept_profile_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
