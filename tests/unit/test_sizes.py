@@ -39,11 +39,11 @@ MOST = {
     "models/llama_cpp": 458,
     "models/sources": 4572,
     "records": 1085,
-    "server": 5980,
+    "server": 6025,
     "spec": 1325,
     "text": 4926,
     "kernels in C++": 4217,
-    "tests": 61478,
+    "tests": 62480,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 
