@@ -18,6 +18,6 @@ def test_a_page_opened_as_a_file_searches(browser: Any, tmp_path: Path) -> None:
     page.goto((tmp_path / "site" / "how-to" / "gpu.html").as_uri())
     page.locator(".md-search__input").first.click()
     page.keyboard.type("calibration")
-    expect(page.locator(".md-search-result__item").first).to_contain_text("Train a draft head")
+    expect(page.locator(".md-search-result__item", has_text="Train a draft head").first).to_be_visible()
     page.context.close()
     assert elsewhere == []
