@@ -18,7 +18,7 @@ MOST = {
     "foresay_lab": 651,
     "foresay_lab/bench": 699,
     "foresay_lab/check": 381,
-    "foresay_lab/commands": 2554,
+    "foresay_lab/commands": 2558,
     "foresay_lab/data": 639,
     "foresay_lab/measure": 405,
     "foresay_lab/replay": 1675,
@@ -43,7 +43,7 @@ MOST = {
     "spec": 1325,
     "text": 4926,
     "kernels in C++": 4217,
-    "tests": 62481,
+    "tests": 62485,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from foresay.checks import check_float
 from foresay.cli.command import INTERRUPTED, Given
-from foresay.cli.common import check_output, load_target, model_expression, own_methods
+from foresay.cli.common import check_output, load_target, loaded_values, model_expression, own_methods
 from foresay.cli.options import numbers
 from foresay.cli.progress import advancing
 from foresay.cli.tables import gain, show_table
@@ -188,7 +188,10 @@ def _relative_name(output: Path, name: str) -> str:
 
 
 def _answer(tuning: Tuning, batch_size: int, target: Generator, prompts: str, given: Given) -> None:
-    """Print the answer; write the settings file if it is not the default, or if it was named."""
+    """Print the answer; write the settings file if it is not the default, or if it was named.
+
+    An earlier file is replaced in any case, and options for loading are kept in one: the model's name alone would lose them.
+    """
     best, model = tuning.best, shlex.quote(target.target.name)
     if best is None:
         click.echo("Plain decoding is fastest: no drafter gains anything here.")
@@ -196,7 +199,8 @@ def _answer(tuning: Tuning, batch_size: int, target: Generator, prompts: str, gi
         click.echo(f"{best.candidate.method.name}: {best.speed_up:.2f}x plain decoding at batch {batch_size}.")
     else:
         click.echo(f"Nothing gains here, and the default costs nothing ({best.speed_up:.2f}x).")
-    if best is not None and best.candidate.is_default and given.latency is None and "output" not in given.typed:
+    is_wanted = given.latency is not None or given.output.exists() or {"output", *loaded_values(given)} & given.typed.keys()
+    if best is not None and best.candidate.is_default and not is_wanted:
         click.echo(f"Keep the default: foresay serve {model} (it needs no settings file; --output FILE writes one)")
         return
     _write(tuning, batch_size, target, prompts, given)

@@ -108,18 +108,22 @@ def test_where_nothing_pays_and_in_another_folder(
 def test_a_default_that_is_best_needs_no_file(
     tune: Tune, folder: Path, monkeypatch: pytest.MonkeyPatch, speed_up: float, answer: str
 ) -> None:
-    """Unless it is named."""
+    """Unless it is named, replaces an earlier one, or has options for loading, which the model's name alone would lose."""
+    named = ["--model", str(folder), "-n", "16"]
 
     def confirm(self: Any, candidates: Any) -> None:
         self.tuning.confirmed = [Confirmed(one, 100.0, speed_up, speed_up, speed_up) for one in candidates]
 
     monkeypatch.setattr(lab.Tuner, "confirm", confirm)
     monkeypatch.setattr("foresay_lab.commands.tune.own_methods", lambda *_, **__: [Method("suffix", "4")])
-    code, out, _ = tune("-n", "16")
+    code, out, _ = tune(*named)
     assert code == 0 and not Path("foresay.toml").exists() and answer in out
     kept = f"Keep the default: foresay serve {folder} (it needs no settings file; --output FILE writes one)\n"
     assert out.endswith(kept)
-    assert tune("-n", "16", "-o", "here.toml")[0] == 0 and read_settings("here.toml").drafter == "suffix"
+    assert tune(*named, "-o", "here.toml")[0] == 0 and read_settings("here.toml").drafter == "suffix"
+    assert tune(*named, "--dtype", "fp32")[0] == 0 and read_settings("foresay.toml").dtype == "float32"
+    Path("foresay.toml").write_text('target = "old"\n')
+    assert tune(*named, "--force")[0] == 0 and read_settings("foresay.toml").target == str(folder), "not the old one"
 
 
 def test_a_prediction_that_is_wrong_is_marked(tune: Tune, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,10 +115,10 @@ def test_the_first_load_reports_what_it_writes(
     assert shown[-1] == "Packing tiny.gguf for this processor, once: 0.0 GB" and not caplog.messages
     files(cache)[0].unlink()
     monkeypatch.setattr(packed, "_ANNOUNCED", 1)
-    for told in (True, False):
+    for is_first in (True, False):
         caplog.clear()
         load_model(path)
-        assert any(str(cache) in one and "tiny.gguf was packed" in one for one in caplog.messages) is told
+        assert any(str(cache) in one and "tiny.gguf was packed" in one for one in caplog.messages) is is_first
         packed.settle()
     shown.clear()
     load_model(path, LoadOptions(progress=shown.append))
