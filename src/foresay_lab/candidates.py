@@ -130,10 +130,13 @@ def is_rough(measured: float, predicted: float) -> bool:
     return abs(measured / predicted - 1) > _ROUGH
 
 
-def advice(model: str, speeds: Mapping[Method, float]) -> tuple[str, str]:
-    """Return (what to do, the command that serves the model so). speeds: speed-up of each method, the default first."""
+def advice(model: str, speeds: Mapping[Method, float], options: str = "") -> tuple[str, str]:
+    """Return (what to do, the command that serves the model so).
+
+    speeds: speed-up of each method, the default first. options: of loading, for the command.
+    """
     default, best = next(iter(speeds)), max(speeds, key=lambda one: speeds[one])
-    start = f"foresay serve {shlex.quote(model)}"
+    start = f"foresay serve {shlex.quote(model)}{options}"
     if speeds[best] > max(1.0, speeds[default]) * PAYS:
         length = f" --length {shlex.quote(best.length)}" if best.length else ""
         return "Use", f"{start} --drafter {shlex.quote(best.drafter)}{length}"

@@ -11,14 +11,14 @@ SOURCE = Path(foresay.__file__).parents[1]
 TESTS = Path(__file__).parents[1]
 MOST = {
     ".": 752,
-    "cli": 3591,
+    "cli": 3610,
     "decoding": 4815,
     "drafters": 4540,
     "engine": 1343,
-    "foresay_lab": 651,
+    "foresay_lab": 654,
     "foresay_lab/bench": 699,
     "foresay_lab/check": 381,
-    "foresay_lab/commands": 2558,
+    "foresay_lab/commands": 2560,
     "foresay_lab/data": 639,
     "foresay_lab/measure": 405,
     "foresay_lab/replay": 1675,
@@ -43,7 +43,7 @@ MOST = {
     "spec": 1325,
     "text": 4926,
     "kernels in C++": 4217,
-    "tests": 62485,
+    "tests": 62487,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

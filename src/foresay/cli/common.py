@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -110,6 +111,16 @@ def loaded_values(given: Given) -> dict[str, Any]:
     """Return the options of loading a model by name; None for those that are not given."""
     found = {name: getattr(given, name, None) for name in _LOADED}
     return {**found, "lora": found["lora"] or None}
+
+
+def typed_loading(given: Given) -> str:
+    """Return the options of loading that were typed, for a command that is shown: " --dtype fp32"; "" for none."""
+    words = list[str]()
+    for name, value in loaded_values(given).items():
+        if name in given.typed:
+            every = value if isinstance(value, tuple | list) else [value]
+            words += [word for one in every for word in (given.typed[name], *([] if one is True else [str(one)]))]
+    return "".join(f" {shlex.quote(word)}" for word in words)
 
 
 def load_options(given: Given, **more: Any) -> LoadOptions:

@@ -14,7 +14,15 @@ from foresay.checks import check_int
 from foresay.cli.colours import coloured, console, legend, notes
 from foresay.cli.command import Given
 from foresay.cli.commands import feature
-from foresay.cli.common import draft_of, fresh_seed, load_generator, read_prompt, sampled, sampling_params
+from foresay.cli.common import (
+    draft_of,
+    fresh_seed,
+    load_generator,
+    read_prompt,
+    sampled,
+    sampling_params,
+    typed_loading,
+)
 from foresay.cli.drafts import found_draft, suggest
 from foresay.cli.progress import advancing, note
 from foresay.cli.tables import sum_up
@@ -101,7 +109,7 @@ def _one(generator: Generator, text: str, params: SamplingParams, given: Given, 
         click.echo(json.dumps(record, ensure_ascii=False))
     elif rows:
         console().print()
-        table.show(rows, generator)
+        table.show(rows, generator, typed_loading(given))
     return 1 if rows and (table.broken(rows) or not any(row.runs for row in rows[1:])) else 0
 
 

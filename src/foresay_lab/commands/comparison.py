@@ -124,14 +124,14 @@ def methods(generator: Generator, draft: str | None, length: str | None) -> list
     return named if own == "none" else [*named, Method(own, length)]
 
 
-def show(rows: Sequence[Row], generator: Generator) -> None:
-    """Print the table, and a line for each difference and failure."""
+def show(rows: Sequence[Row], generator: Generator, options: str = "") -> None:
+    """Print the table, and a line for each difference and failure. options: of loading, for the command that is shown."""
     out = console()
     spread = plain_spread(rows)
     cells = [_cells(row, spread) for row in rows]
     table = tables.table(_WIDE, cells, out, short=_SHORT)
     marked = [] if all(NOISE not in row[-2] for row in cells) else [_REASON.format(percent(spread))]
-    sentence, command = _conclusion(rows, spread, generator)
+    sentence, command = _conclusion(rows, spread, generator, options)
     for one in (table, *marked, *differences(rows, generator.tokenizer), *sentence):
         out.print(one, soft_wrap=not out.is_terminal)
     for one in command:  # in one piece, to be copied
@@ -140,7 +140,7 @@ def show(rows: Sequence[Row], generator: Generator) -> None:
         notes().print(f"(the rule {generator.rule.name} is lossy: its output may differ)", style="dim")
 
 
-def _conclusion(rows: Sequence[Row], spread: float, generator: Generator) -> tuple[list[str], list[str]]:
+def _conclusion(rows: Sequence[Row], spread: float, generator: Generator, options: str) -> tuple[list[str], list[str]]:
     """Return lines of the fastest method on this prompt and of the command that serves the model so.
 
     No lines where an output is wrong, or without the model's default.
@@ -156,7 +156,7 @@ def _conclusion(rows: Sequence[Row], spread: float, generator: Generator) -> tup
     speeds = own | speeds
     best = max(speeds, key=lambda one: speeds[one])
     gains = f"{best.drafter} is {speeds[best]:.2f}x plain decoding" if speeds[best] > 1 else "nothing gains"
-    todo, line = advice(generator.target.name, speeds)
+    todo, line = advice(generator.target.name, speeds, options)
     return [f"On this prompt {gains}."], [f"{todo}: {line}"]
 
 

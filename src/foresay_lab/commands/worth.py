@@ -14,7 +14,7 @@ import click
 
 from foresay.checks import check_float
 from foresay.cli.command import Given
-from foresay.cli.common import load_target, model_expression, own_methods
+from foresay.cli.common import load_target, model_expression, own_methods, typed_loading
 from foresay.cli.progress import advancing, loading
 from foresay.cli.tables import show_table
 from foresay.decoding.sampling_params import SamplingParams
@@ -56,7 +56,7 @@ def run(given: Given) -> int:
         with loading(f"Running {found[0].method.name} live"):
             end = monotonic() + _LIVE * (began + seconds - monotonic())
             found[0], busy = worth.run_live(target, recording, timed.profile, found[0], end)
-    _show(target, found, busy, as_json=given.json)
+    _show(target, found, busy, typed_loading(given), as_json=given.json)
     return 0
 
 
@@ -75,9 +75,9 @@ def _recorded(target: Generator, prompts: Sequence[PromptItem], kinds: int, end:
         )
 
 
-def _show(target: Generator, found: Sequence[Gain], busy: str, *, as_json: bool) -> None:
+def _show(target: Generator, found: Sequence[Gain], busy: str, options: str, *, as_json: bool) -> None:
     sentence = worth.conclusion(found, busy)
-    todo, command = advice(target.target.name, {one.method: one.best_known for one in found})
+    todo, command = advice(target.target.name, {one.method: one.best_known for one in found}, options)
     if as_json:
         methods = [{**asdict(one), "method": one.method.name} for one in found]
         answer = {"model": target.target.name, "busy": busy or None, "methods": methods, "conclusion": sentence}

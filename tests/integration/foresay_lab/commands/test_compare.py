@@ -57,7 +57,9 @@ def rows(out: str) -> dict[str, list[str]]:
 
 
 def test_the_table_of_methods(shell: tiny.Shell, base: list[str]) -> None:
-    table = rows(shell.out(*base, PROMPT))
+    out = shell.out(*base, PROMPT)
+    assert re.search(r"^[KUT].*: foresay serve \S+ --dtype fp32( --drafter .*)?$", out, re.MULTILINE), "loaded as here"
+    table = rows(out)
     assert list(table) == ["method", "plain", *DEFAULT]
     columns = "tokens|drafted|accepted|drafts used|tokens/pass|seconds|tokens/s|speed-up|identical"
     assert table["method"] == columns.split("|")

@@ -53,7 +53,7 @@ def test_a_default_that_pays(run: Worth, folder: Path) -> None:
     """By kind of prompt, in a table, a sentence and JSON; predicted as it runs."""
     code, out, err = run()
     assert code == 0 and err == "" and "It pays here: the default drafter is " in out, out
-    assert out.endswith(f"Keep the default: foresay serve {folder}\n") and "rough" not in out
+    assert out.endswith(f"Keep the default: foresay serve {folder} --dtype fp32\n") and "rough" not in out
     [one] = json.loads(run("--json")[1])["methods"]
     assert sorted(one["kinds"]) == ["a", "b"] and one["measured"] == pytest.approx(one["predicted"], rel=0.08)
     for tokens, speed in one["kinds"].values():
@@ -63,7 +63,7 @@ def test_a_default_that_pays(run: Worth, folder: Path) -> None:
 def test_a_default_that_loses(run: Worth, folder: Path) -> None:
     code, out, _ = run(further=9.0)
     assert code == 0 and "Nothing gains here: the default drafter is 0." in out
-    assert out.endswith(f"Turn speculation off: foresay serve {folder} --drafter none\n")
+    assert out.endswith(f"Turn speculation off: foresay serve {folder} --dtype fp32 --drafter none\n")
 
 
 def test_a_busy_machine_is_named(run: Worth, monkeypatch: pytest.MonkeyPatch) -> None:
