@@ -43,7 +43,7 @@ MOST = {
     "spec": 1325,
     "text": 4926,
     "kernels in C++": 4217,
-    "tests": 62487,
+    "tests": 62499,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

@@ -41,8 +41,8 @@ class Credit:
     """Plain passes that drafts which do not pay may still lose."""
 
     def __init__(self, share: float) -> None:
-        """share: of the rows, those that a trial drafts for. It loses as much less, and finds out as much per plain pass."""
-        self._loan, self._first = _LOAN * share, _FIRST_TRIAL * share
+        """share: of the rows, those that a trial drafts for. It loses as much less; half of that is spent on more trials."""
+        self._loan, self._first, self._allowance = _LOAN * share, _FIRST_TRIAL * share, _ALLOWANCE * math.sqrt(share)
         self.passes, self.needed = self._loan, self._first
         """needed: those of the next trial, twice as many after each trial that lost them, so that what got easier is found soon
         and what did not is seldom tried."""
@@ -56,13 +56,13 @@ class Credit:
         """True if nothing of the loan is lost."""
         return self.passes >= self._loan
 
-    def add(self, allowance: float, lost: float) -> None:
-        """Add plain passes; take those that drafts lost, negative if they paid.
+    def add(self, passed: float, lost: float) -> None:
+        """Add the allowance of a time in plain passes; take those that drafts lost in it, negative if they paid.
 
         Only trials go into debt: a long draft that pays on average and fails leaves half of the loan, to try shorter ones.
         """
-        least = -_LOAN if self.is_trial else min(self.passes, self._loan / 2)
-        self.passes = min(max(self.passes + allowance - lost, least), self._loan)
+        least = -self._loan if self.is_trial else min(self.passes, self._loan / 2)
+        self.passes = min(max(self.passes + self._allowance * passed - lost, least), self._loan)
         self.is_active = self.is_active or self.passes >= self.needed
         if lost < 0 and self.is_full:
             self.needed = self._first
@@ -329,7 +329,7 @@ class MeasuredDrafter:
 
         lost: None if it had no budget. Counts are kept then: what is known of its drafts does not depend on steps without any.
         """
-        self.credit(len(rows), ragged=rows.capabilities.ragged).add(_ALLOWANCE * passed, lost or 0.0)
+        self.credit(len(rows), ragged=rows.capabilities.ragged).add(passed, lost or 0.0)
         if lost is None:
             return
         for counts in (self.sums, self._accepted, self._tested, self._further):

@@ -16,7 +16,7 @@ P_i = (a_1 ... a_k)^e.
 
 A drafter that does not pay spends a credit: it may lose two plain passes, which grow again by an allowance, a share of the time.
 It is tried again after an eighth of a pass has grown, and after twice as much each time that was lost. In ragged passes a trial
-drafts for an eighth of the rows, and has as much less credit.
+drafts for an eighth of the rows; it has an eighth of the credit, and grows by the root of an eighth of the allowance.
 """
 
 from __future__ import annotations

@@ -151,9 +151,9 @@ def test_drafts_are_soon_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mean() > 0.87
     add, loan = measured_drafter.Credit.add, measured_drafter.Credit(1.0).passes
 
-    def begun_large(self: measured_drafter.Credit, allowance: float, lost: float) -> None:
+    def begun_large(self: measured_drafter.Credit, passed: float, lost: float) -> None:
         self.needed = loan
-        add(self, allowance, lost)
+        add(self, passed, lost)
 
     monkeypatch.setattr(measured_drafter.Credit, "add", begun_large)
     assert mean() < 0.85
@@ -188,11 +188,11 @@ def test_no_text_in_which_drafts_pay_is_decoded_without(monkeypatch: pytest.Monk
         assert shares()[1] < least - 0.05
     add = measured_drafter.Credit.add
 
-    def exhausted(self: measured_drafter.Credit, allowance: float, lost: float) -> None:
+    def exhausted(self: measured_drafter.Credit, passed: float, lost: float) -> None:
         before = self.passes
-        add(self, allowance, lost)
+        add(self, passed, lost)
         if not self.is_trial:
-            self.passes = min(self.passes, max(before + allowance - lost, 0.0))
+            self.passes = min(self.passes, max(before - lost, 0.0))
 
     monkeypatch.setattr(measured_drafter.Credit, "add", exhausted)
     assert shares()[1] < least - 0.05
