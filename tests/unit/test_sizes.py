@@ -33,17 +33,17 @@ MOST = {
     "models/cpu": 1981,
     "models/drafts": 3518,
     "models/families": 1179,
-    "models/gguf": 2425,
+    "models/gguf": 2444,
     "models/gpu": 3085,
     "models/huggingface": 3590,
     "models/llama_cpp": 458,
-    "models/sources": 4572,
+    "models/sources": 4586,
     "records": 1085,
     "server": 6025,
     "spec": 1325,
     "text": 4926,
     "kernels in C++": 4217,
-    "tests": 62499,
+    "tests": 62530,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

@@ -30,7 +30,7 @@ def family_of(config: Any) -> Family | None:
     return FAMILIES.get(config.model_type)
 
 
-def architecture_of(stated: Stated) -> Architecture:
-    """Return the entry of a file, whose architecture must be one of ARCHITECTURES."""
-    one = ARCHITECTURES[stated.architecture]
-    return next((other for name, other in one.variants.items() if stated.get(name)), one)
+def architecture_of(stated: Stated) -> Architecture | None:
+    """Return the entry of a file; None for an architecture that is not one of ARCHITECTURES."""
+    one = ARCHITECTURES.get(stated.architecture)
+    return one and next((other for name, other in one.variants.items() if stated.get(name)), one)

@@ -15,7 +15,7 @@ from torch import nn
 
 from foresay.models.cpu.product import NativeProduct
 from foresay.models.families.orders import ReorderedInput
-from foresay.models.families.table import FAMILIES, architecture_of
+from foresay.models.families.table import FAMILIES
 from foresay.models.gguf.header import GgufHeader, StoredTensor
 from foresay.models.gguf.names import PRECISE, Name, gguf_namer, part_of
 from foresay.models.gguf.packed import PackedWeights
@@ -58,7 +58,7 @@ def model_of_file(
     if in_blocks:
         CPU.check_compiled("set dtype='float32', which dequantizes the file", param="model", value=header.path.name)
     model, name = empty_model(config, dtype), gguf_namer(header, config.num_hidden_layers)
-    if (split := architecture_of(header.stated).split) is not None:
+    if (split := header.family.split) is not None:
         split(model, header.tensors)
     check_tensors(header, model, name)
     packed = PackedWeights(header, progress=progress) if in_blocks else None
@@ -90,7 +90,7 @@ class FileWeights:
     ) -> None:
         """packed: None to read numbers only, or products on `gpu`."""
         self._gpu = gpu
-        self.form = architecture_of(header.stated)
+        self.form = header.family
         self._header, self._name, self.dtype, self._packed, self.config = header, name, dtype, packed, config
         heads = (config.num_attention_heads, config.num_key_value_heads) if self.form.interleaved else (1, 1)
         self._heads = dict(zip(("attn_q", "attn_k"), heads, strict=True))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from foresay.models.families.positions import THETA
-from foresay.models.families.table import architecture_of
 from foresay.models.gguf.header import GgufHeader
 from foresay.models.gguf.positions import rope_parameters, rotated_share
 from foresay.models.gguf.values import NONE_IF_0
@@ -48,7 +47,7 @@ def config_of(header: GgufHeader) -> Any:
     from transformers import AutoConfig
 
     fields = fields_of(header)
-    config = AutoConfig.for_model(architecture_of(header.stated).model_type, **fields)
+    config = AutoConfig.for_model(header.family.model_type, **fields)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         # a missing id defaults to that of some model of the family, which may exceed this vocabulary
         if isinstance(found := getattr(config, name, None), int) and found >= config.vocab_size:
@@ -59,8 +58,7 @@ def config_of(header: GgufHeader) -> Any:
 
 def fields_of(header: GgufHeader) -> dict[str, Any]:
     """Return the fields of `config_of`, which raises as this."""
-    stated = header.stated
-    one = architecture_of(stated)
+    stated, one = header.stated, header.family
     for name in [name for name in (*_REQUIRED, *one.required) if name not in one.lacking]:
         if name not in stated:
             raise stated.invalid(name, "a number; it has no default")

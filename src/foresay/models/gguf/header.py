@@ -16,13 +16,16 @@ import struct
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from foresay.errors import ModelLoadError
+from foresay.models.families.family import Architecture
 from foresay.models.families.stated import SCALARS, STRING, Bytes, Stated, StoredList, shortened
+from foresay.models.families.table import architecture_of
 
 _ARRAY = 9
 MAX_SHORT_BYTES = 1 << 16
@@ -45,7 +48,7 @@ class StoredTensor:
     data: Bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class GgufHeader:
     """A file's values and lists by key, and its tensors by name."""
 
@@ -78,7 +81,18 @@ class GgufHeader:
         """llama.cpp's name of the model family, or "" if missing."""
         return str(self.values.get("general.architecture", ""))
 
+    @cached_property
+    def entry(self) -> Architecture | None:
+        """The entry of its architecture; None if the file is not read here."""
+        return architecture_of(self.stated)
+
     @property
+    def family(self) -> Architecture:
+        """The entry of a file that is read here."""
+        assert self.entry is not None, self.architecture
+        return self.entry
+
+    @cached_property
     def stated(self) -> Stated:
         """The values about the model, as families read them."""
         shapes = {name: one.shape for name, one in self.tensors.items()}

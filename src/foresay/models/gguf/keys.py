@@ -10,7 +10,6 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 
-from foresay.models.families.table import ARCHITECTURES, architecture_of
 from foresay.models.gguf.header import GgufHeader
 from foresay.models.gguf.values import FACTORS, SIZES, invalid_value
 
@@ -109,15 +108,15 @@ _LISTS = ("rope.dimension_sections", "attention.sliding_window_pattern", "attent
 def check_keys(header: GgufHeader, namespaces: Iterable[str]) -> None:
     """Raise ModelLoadError for a value that would change a result and is not supported; log unknown keys in one line.
 
-    namespaces: among "general", "tokenizer" and "model". The last one is checked for ARCHITECTURES only; transformers reads other
-    keys for other families.
+    namespaces: among "general", "tokenizer" and "model". The last one is checked for files that are read here only; transformers
+    reads other keys for other families.
     """
     unknown = []
     for namespace in namespaces:
         prefix = header.architecture if namespace == "model" else namespace
-        if namespace == "model" and prefix not in ARCHITECTURES:
+        one = header.entry if namespace == "model" else None
+        if namespace == "model" and one is None:
             continue
-        one = architecture_of(header.stated) if namespace == "model" else None
         read, neutral = READ[namespace], dict[str, tuple[object, ...] | None](NEUTRAL[namespace])
         if one is not None:
             read = read | one.fields.keys() | set(one.derived)

@@ -12,7 +12,6 @@ import torch
 
 from foresay.errors import ModelLoadError
 from foresay.models.families.positions import YARN
-from foresay.models.families.table import architecture_of
 from foresay.models.gguf.header import GgufHeader
 from foresay.models.gguf.values import invalid_tensor, invalid_value
 
@@ -36,7 +35,7 @@ def refuse_unread(header: GgufHeader, *, ours: bool) -> None:
     if kind not in ("none", "") or factor != 1.0:
         unread.append(f"{header.architecture}.rope.scaling.type")
     if ours:
-        one = architecture_of(header.stated)
+        one = header.family
         read = [DIVISORS] if one.scaled_by_tensor or one.proportional else []
         is_linear = kind in ("linear", "none", "") and one.scaled_linearly is not None
         if is_linear or (kind == YARN and one.yarn is not None):
@@ -52,7 +51,7 @@ def refuse_unread(header: GgufHeader, *, ours: bool) -> None:
 
 def scale_positions(model: Any, header: GgufHeader) -> None:
     """Divide a model's unscaled frequencies as the file specifies. Raises ModelLoadError for invalid divisors."""
-    (kind, factor), one = _scaling(header), architecture_of(header.stated)
+    (kind, factor), one = _scaling(header), header.family
     if factor != 1.0 and kind != YARN:
         _divide(model, one.scaled_linearly or "", torch.tensor(factor))
     if not one.proportional and (factors := scaling_divisors(header)) is not None:
@@ -104,7 +103,7 @@ def rope_parameters(header: GgufHeader, theta: float) -> dict[str, object]:
             raise invalid_value(header, key, "a number; it has no default")
         found[field] = header.values[key]
     betas = {f"beta_{name}": header.values.get(f"{prefix}.yarn_beta_{name}", usual) for name, usual in _BETAS.items()}
-    return {"rope_type": YARN, "rope_theta": theta, **found, **betas, **(architecture_of(header.stated).yarn or {})}
+    return {"rope_type": YARN, "rope_theta": theta, **found, **betas, **(header.family.yarn or {})}
 
 
 def _scaling(header: GgufHeader) -> tuple[str, float]:

@@ -16,7 +16,6 @@ from torch import nn
 from foresay.errors import ModelLoadError
 from foresay.models.families.family import SLIDING
 from foresay.models.families.stated import Stated
-from foresay.models.families.table import architecture_of
 from foresay.models.gguf.configs import set_end_tokens
 from foresay.models.gguf.header import GgufHeader, StoredTensor
 from foresay.models.gguf.keys import check_keys
@@ -181,9 +180,8 @@ def check_tensor(
 
 def _check_unread_values(header: GgufHeader, config: Any) -> None:
     """Raise ModelLoadError if a value that transformers ignores differs from the one it assumes."""
-    stated = header.stated
+    stated, one = header.stated, header.family
     assumed: dict[str, Any] = {}
-    one = architecture_of(stated)
     if "attention.key_length" not in one.derived:
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         share = float((config.rope_parameters or {}).get("partial_rotary_factor", 1.0))

@@ -14,7 +14,6 @@ from foresay.errors import ModelLoadError
 from foresay.models.families import gemma
 from foresay.models.families.stated import FLOATS, INTEGERS, STRING, StoredList, shortened
 from foresay.models.families.stated import invalid_value as invalid
-from foresay.models.families.table import ARCHITECTURES
 from foresay.models.gguf.header import GgufHeader, read_header
 
 ASSISTANT = "gemma4-assistant"
@@ -106,7 +105,7 @@ def checked_header(path: Path) -> GgufHeader:
 def check_values(header: GgufHeader) -> None:
     """Raise ModelLoadError for a value outside its range, or that contradicts another value or the length of a list.
 
-    Architectures outside ARCHITECTURES may list a size for each layer; only the element types of such lists are checked.
+    Architectures that are not read here may list a size for each layer; only the element types of such lists are checked.
     """
     for key in _STRINGS:
         if key in header.lists or not isinstance(header.values.get(key, ""), str):
@@ -129,14 +128,13 @@ def invalid_tensor(header: GgufHeader, name: str, problem: str) -> ModelLoadErro
 
 
 def _check_numbers(header: GgufHeader) -> None:
-    known = header.architecture in ARCHITECTURES
+    known = header.entry
     for name, (low, greatest) in SIZES.items():
         key, least = f"{header.architecture}.{name}", low if known or name in _REQUIRED else 0
         if header.architecture.startswith(gemma.PREFIX) and name == "attention.sliding_window":
             least = 1  # in other families 0 means no window
-        if key in header.lists and known and name in ARCHITECTURES[header.architecture].by_layer:
-            is_mixed = ARCHITECTURES[header.architecture].mixed  # 0: no attention
-            _check_list(header, key, 0 if is_mixed else least, greatest)
+        if key in header.lists and known and name in known.by_layer:
+            _check_list(header, key, 0 if known.mixed else least, greatest)  # 0: no attention
         elif key in header.lists and (known or header.lists[key].kind not in INTEGERS):
             raise invalid_value(
                 header,
@@ -182,7 +180,7 @@ def _check_heads(header: GgufHeader) -> None:
     if more and int(more) >= int(layers) and header.architecture != ASSISTANT:
         raise invalid_value(header, f"{header.architecture}.nextn_predict_layers", f"less than the {layers} layers")
     heads, key_heads = (f"{header.architecture}.attention.head_count{suffix}" for suffix in ("", "_kv"))
-    listed = header.lists.get(key_heads) if header.architecture in ARCHITECTURES else None
+    listed = header.lists.get(key_heads) if header.entry else None
     shared = [int(one) for one in listed.numbers()] if listed else [int(header.values.get(key_heads, 0))]
     # 0 in architectures without attention
     if heads in header.values and any(one and int(header.values[heads]) % one for one in shared):

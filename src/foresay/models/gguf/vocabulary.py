@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from foresay.errors import ModelLoadError
 from foresay.models.families.stated import shortened
@@ -47,8 +48,20 @@ class Vocabulary:
     """Ids of the tokens that end a text or a turn; that of the role "eos" is the first."""
 
 
+_READ = WeakKeyDictionary[GgufHeader, "Vocabulary | None"]()
+
+
 def read_vocabulary(header: GgufHeader) -> Vocabulary | None:
-    """Return the vocabulary; None if the file has none. Raises ModelLoadError for tokens that are not distinct UTF-8."""
+    """Return the vocabulary, read once for each header; None if the file has none.
+
+    Raises ModelLoadError for tokens that are not distinct UTF-8.
+    """
+    if header not in _READ:
+        _READ[header] = _read(header)
+    return _READ[header]
+
+
+def _read(header: GgufHeader) -> Vocabulary | None:
     stored, model = header.lists.get(TOKENS), str(header.values.get("tokenizer.ggml.model", ""))
     if stored is None:
         return None

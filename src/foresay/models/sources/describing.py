@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from foresay.errors import ConfigError
-from foresay.models.families.table import ARCHITECTURES, FAMILIES
+from foresay.models.families.table import FAMILIES
 from foresay.models.gguf.configs import config_of
 from foresay.models.gguf.header import GgufHeader
 from foresay.models.gguf.positions import refuse_unread
@@ -125,12 +125,12 @@ def _reads_file(header: GgufHeader, options: LoadOptions) -> bool:
     for name, value in given.items() if _is_mixed(header) else ():
         text = f"does not apply to GGUF files of the architecture {header.architecture}"
         raise ConfigError(f"{text}; load the model's transformers folder instead", param=name, value=value)
-    return header.architecture in ARCHITECTURES and not given
+    return header.entry is not None and not given
 
 
 def _is_mixed(header: GgufHeader) -> bool:
     """Return True for an architecture whose layers have recurrent states."""
-    return header.architecture in ARCHITECTURES and ARCHITECTURES[header.architecture].mixed
+    return header.entry is not None and header.entry.mixed
 
 
 def _with_kept_weights(

@@ -6,6 +6,7 @@ times the scale of the caller. Owns which fields of an adapter are read; what is
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,22 +25,24 @@ from foresay.models.gguf.blocks import row_order
 from foresay.models.gguf.header import GgufHeader, read_header
 from foresay.models.gguf.types import read_weight
 
+logger = logging.getLogger("foresay")
+
 CONFIG = "adapter_config.json"
 _MAX_CONFIG_BYTES = 1 << 22
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.default)?(?:\.weight)?")
 _BASE = re.compile(r"(?:base_model\.model\.)?(.+?)(?:\.base_layer)?\.weight")
-_REFUSED = (
-    *(
-        "use_dora",
-        "modules_to_save",
-        "layer_replication",
-        "lora_bias",
-        "alora_invocation_tokens",
-        "trainable_token_indices",
-    ),
-    *("target_parameters", "use_qalora", "lora_magnitude_vector", "use_bdlora"),
+_READ = frozenset(
+    {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights"}
 )
-"""Fields of adapter_config.json with which an adapter is more than B A."""
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),  # the tensors show which
+        *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+        *("lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "ensure_weight_tying"),
+        *("fan_in_fan_out", "megatron_core", "qalora_group_size", "runtime_config"),
+    }
+)
+"""Fields of adapter_config.json that may be set to anything; with any other an adapter may be more than B A."""
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "true", "false")
 """Values of init_lora_weights that leave the base model's weights as they were."""
 
@@ -155,6 +158,7 @@ def _of_folder(adapter: Adapter, model: Any) -> Iterator[_Change]:
     except (OSError, SafetensorError) as error:
         raise ModelLoadError(f"the adapter {str(adapter.path)!r} cannot be read: {error}") from None
     _check(values, adapter)
+    _compare_bases(adapter, values.get("base_model_name_or_path"), model)
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     if not tensors:
         raise ModelLoadError(f"{str(where)!r} has no tensors")
@@ -193,7 +197,7 @@ def _check(values: Mapping[str, Any], adapter: Adapter) -> None:
         raise ModelLoadError(
             f"{adapter.path.name!r} is an adapter of the kind {values['peft_type']!r}; only LORA is merged"
         )
-    found = [name for name in _REFUSED if values.get(name)]
+    found = [name for name, value in values.items() if value and name not in _READ | _WITHOUT_EFFECT]
     found += [
         name
         for name, plain in (("bias", ("none", None)), ("init_lora_weights", _PLAIN_STARTS))
@@ -202,6 +206,15 @@ def _check(values: Mapping[str, Any], adapter: Adapter) -> None:
     if found:
         shown = ", ".join(f"{name}={values[name]!r}" for name in found)
         raise ModelLoadError(f"{adapter.path.name!r} has {shown}, which is not merged; merge it with peft")
+
+
+def _compare_bases(adapter: Adapter, stated: object, model: Any) -> None:
+    """Log the base model that an adapter states if the model's name does not contain its name."""
+    base, own = (re.sub(r"[^a-z0-9]", "", text.lower()) for text in (Path(str(stated or "")).name, model.name_or_path))
+    if base not in own:
+        logger.warning(
+            "the adapter %s states the base model %s; it is merged into %s", adapter.name, stated, model.name_or_path
+        )
 
 
 def _rank(module: str, pair: Mapping[str, torch.Tensor], where: Path) -> int:
@@ -236,18 +249,19 @@ def _of_gguf(adapter: Adapter, model: Any) -> Iterator[_Change]:
         found = other[0] if other else f"adapter.lora.alpha {alpha!r}"
         raise ModelLoadError(f"{adapter.path.name!r} has {found}, which is not merged")
     names = _gguf_names(header, model, adapter)
+    _compare_bases(adapter, header.values.get("general.base_model.0.name"), model)
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for name, stored in header.tensors.items():
         stem, _, factor = name.rpartition(".lora_")
         if stem.removesuffix(".weight") not in names or factor not in ("a", "b"):
             raise ModelLoadError(f"{adapter.path.name!r} has a tensor {name!r}, which is not merged")
         pairs.setdefault(stem.removesuffix(".weight"), {})[factor.upper()] = read_weight(stored).dense(torch.float32)
-    form, config = ARCHITECTURES[header.architecture], model.config.get_text_config(decoder=True)
+    config = model.config.get_text_config(decoder=True)
     heads = {"attn_q": config.num_attention_heads, "attn_k": getattr(config, "num_key_value_heads", None) or 1}
     for name, pair in pairs.items():
         rank, b = _rank(name, pair, adapter.path), pair.get("B")
         assert b is not None
-        if form.interleaved and (count := heads.get(name.rpartition(".")[2])):
+        if ARCHITECTURES[header.architecture].interleaved and (count := heads.get(name.rpartition(".")[2])):
             b = b[row_order(len(b), count)]
         yield _Change(names[name], pair["A"], b, adapter.scale * (alpha / rank if alpha else 1.0))
 
@@ -256,13 +270,13 @@ def _gguf_names(header: GgufHeader, model: Any, adapter: Adapter) -> dict[str, s
     """Return llama.cpp's name of each module -> its path. Raises ModelLoadError for an architecture with other weights."""
     import gguf
 
-    form = ARCHITECTURES.get(header.architecture)
-    if form is None or form.mixed or form.model_type != model.config.get_text_config(decoder=True).model_type:
+    config, form = model.config.get_text_config(decoder=True), ARCHITECTURES.get(header.architecture)
+    kinds = () if form is None or form.mixed else (form, *form.variants.values())
+    if config.model_type not in [one.model_type for one in kinds]:
         raise ModelLoadError(
             f"{adapter.path.name!r} is for {header.architecture!r}, and the model is {model.config.model_type!r}"
         )
     known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
-    config = model.config.get_text_config(decoder=True)
     table = gguf.get_tensor_name_map(known[header.architecture], config.num_hidden_layers)
     named = {table.get_name(path): path for path, _ in model.named_modules()}
     return {name: path for name, path in named.items() if name is not None}

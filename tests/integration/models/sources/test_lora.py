@@ -18,8 +18,9 @@ from foresay.errors import ModelLoadError
 from foresay.models.gguf.blocks import row_order
 from foresay.models.sources.lora import adapters, digest
 from helpers import tiny
+from helpers.families import make
 from helpers.gguf_cases import scores
-from helpers.gguf_files import write_gguf
+from helpers.gguf_files import architecture_of, write_gguf
 from helpers.refusals import refuses
 
 Q, DOWN, TABLE = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.embed_tokens"
@@ -47,10 +48,14 @@ def write(folder: Path, pairs: Mapping[str, Mapping[str, torch.Tensor]], **value
 
 
 def write_adapter(
-    path: Path, pairs: Mapping[str, Mapping[str, torch.Tensor]], alpha: float = 8.0, more: str = ""
+    path: Path,
+    pairs: Mapping[str, Mapping[str, torch.Tensor]],
+    alpha: float = 8.0,
+    more: str = "",
+    architecture: str = "llama",
 ) -> Path:
     """The same in llama.cpp's layout, in which rows of queries are pairs of a head's halves."""
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
     writer.add_float32("adapter.lora.alpha", alpha)
@@ -173,6 +178,19 @@ def test_adapters_of_llama_cpp(tmp_path: Path, pairs: dict[str, dict[str, torch.
     assert foresay.load(blocks, lora=str(lora), weights="bf16").target.name == str(blocks)
 
 
+@pytest.mark.parametrize("family", ["ministral3", "olmo3"])
+def test_adapters_of_a_family_that_shares_its_architectures_name(tmp_path: Path, family: str) -> None:
+    model = make(family)
+    folder, pair, (name, entry) = tiny.save(tmp_path / "model", model), factors(model, Q), architecture_of(model)
+    stored = dict(pair)
+    if entry.interleaved:
+        stored["B"] = stored["B"][row_order(len(stored["B"]), model.config.num_attention_heads).argsort()]
+    lora = write_adapter(tmp_path / "lora.gguf", {"blk.0.attn_q": stored}, architecture=name)
+    ours, theirs = added(folder, str(lora)), added(folder, str(write(tmp_path / "lora", {Q: pair})))
+    torch.testing.assert_close(ours, theirs)
+    assert ours.abs().max() > 0.01
+
+
 def test_what_is_not_merged_is_refused(tmp_path: Path, folder: Path, pairs: dict[str, dict[str, torch.Tensor]]) -> None:
     def wrong(words: str, tensors: Any = pairs, **values: Any) -> None:
         lora = write(tmp_path / "lora", tensors, **values)
@@ -188,6 +206,7 @@ def test_what_is_not_merged_is_refused(tmp_path: Path, folder: Path, pairs: dict
         ("layer_replication", [[0, 2]]),
         ("peft_type", "IA3"),
         ("target_parameters", ["x"]),
+        ("of_a_newer_version", {"scale": 2}),
     ):
         wrong(str(value).strip("[]'")[:6] if field == "peft_type" else field, **{field: value})
     wrong("rank 4, and adapter_config.json states 8", r=8)
@@ -218,6 +237,18 @@ def test_what_is_not_merged_is_refused(tmp_path: Path, folder: Path, pairs: dict
     tied = tiny.save(tmp_path / "tied", tiny.llama(tie_word_embeddings=True))
     with pytest.raises(ModelLoadError, match="also that of"):
         foresay.load(tied, lora=str(write(tmp_path / "lora", {"lm_head": factors(tiny.llama(), "lm_head")})))
+
+
+def test_another_base_model_is_logged(
+    tmp_path: Path, folder: Path, pairs: dict[str, dict[str, torch.Tensor]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """And fields that change nothing are no reason to refuse an adapter."""
+    harmless = {"target_modules": ["q_proj"], "megatron_core": "megatron.core", "lora_dropout": 0.1, "use_dora": False}
+    for base, logged in (("org/Another-Model", 1), (f"org/{folder.name.upper()}", 0), (None, 0)):
+        lora = write(tmp_path / "lora", pairs, base_model_name_or_path=base, **harmless)
+        foresay.load(folder, lora=str(lora), dtype="fp32")
+        assert [str(base) in one.getMessage() for one in caplog.records] == [True] * logged
+        caplog.clear()
 
 
 def test_options_that_contradict(tmp_path: Path, folder: Path, pairs: dict[str, dict[str, torch.Tensor]]) -> None:
