@@ -7,22 +7,15 @@ import pytest
 import torch
 from scipy import stats
 
-from foresay.decoding import devices
 from foresay.decoding.randomness import Purpose, Streams
-from foresay.decoding.rows import Row, Rows, RuleNeeds
-from foresay.decoding.sampling_params import MAX_SEED, SamplingParams
+from foresay.decoding.rows import Rows, RuleNeeds
+from foresay.decoding.sampling_params import MAX_SEED
 from helpers.making import make_row
 
 CPU = torch.device("cpu")
 MANY = 20_000
 FAR = 4.5 / MANY**0.5
 """A correlation of independent numbers exceeds this once in 150 000 times."""
-HALF = MAX_SEED // 2
-
-
-def one(seed: int = 3, purpose: Purpose = Purpose.DRAFT, level: int = 0, start: int = 10, offset: int = 0) -> float:
-    streams = Streams(torch.tensor([seed]), torch.tensor([start]), level=level)
-    return float(streams.uniform(purpose, torch.tensor([offset]))[0, 0])
 
 
 def series(seed: int = 3, purpose: Purpose = Purpose.DRAFT, first: int = 0) -> np.ndarray:
@@ -46,16 +39,6 @@ def test_no_two_field_combinations_share_a_number() -> None:
         for purpose in purposes
     ]
     assert len(torch.cat(together).unique()) == len(seeds) * len(purposes) * len(levels) * len(starts) * len(offsets)
-
-
-def test_a_row_draws_the_same_alone_or_in_a_batch() -> None:
-    """And each row at its own offsets."""
-    rows = [(1, 5), (MAX_SEED, 9999), (HALF, 1), (1, 6)]
-    seeds, starts = (torch.tensor(column) for column in zip(*rows, strict=True))
-    offsets = torch.tensor([[0, 3], [7, 1], [70, 0], [2, 2]])
-    together = Streams(seeds, starts).uniform(Purpose.ACCEPT, offsets).tolist()
-    for (seed, start), each, found in zip(rows, offsets.tolist(), together, strict=True):
-        assert found == [one(seed, Purpose.ACCEPT, 0, start, offset) for offset in each]
 
 
 @pytest.mark.parametrize("purpose", list(Purpose))
@@ -118,14 +101,3 @@ def test_streams_follow_the_rows_as_they_grow() -> None:
     after = rows.streams(CPU)
     assert (before.seeds.tolist(), before.starts.tolist()) == ([5, MAX_SEED], [2, 3])
     assert (after.starts.tolist(), after.level, after.shares_noise) == ([4, 3], 2, True)
-
-
-def test_numbers_on_a_device_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At offsets of any size."""
-    rows = Rows([Row(i, [1, 2], SamplingParams(), seed=i, limit=20) for i in range(2)])
-    offsets = torch.tensor([[0, 200], [7, 3]])
-    expected = rows.streams(CPU).uniform(Purpose.ACCEPT, offsets), rows.streams(CPU).position_uniform(offsets)
-    monkeypatch.setattr(devices, "is_remote", lambda device: True)
-    streams = rows.streams(CPU, 200)
-    assert torch.equal(streams.uniform(Purpose.ACCEPT, offsets), expected[0])
-    assert torch.equal(streams.position_uniform(offsets), expected[1])

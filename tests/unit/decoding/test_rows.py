@@ -7,11 +7,8 @@ from unittest.mock import ANY
 
 import pytest
 
-from foresay.decoding.outcome import FinishReason, Origin, Step
-from foresay.decoding.rows import Row
 from foresay.decoding.sampling_params import MAX_SEED, SamplingChanges, SamplingParams
 from foresay.errors import ConfigError, UnknownNameError
-from helpers.making import make_row
 from helpers.refusals import refused
 
 INF, NAN = float("inf"), float("nan")
@@ -90,25 +87,6 @@ def test_collections_become_tuples_and_one_string_becomes_one_stop() -> None:
         params.temperature = 1.0  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"repetition_penalty": 1.1},
-        {"presence_penalty": -0.1},
-        {"frequency_penalty": 0.1},
-        {"logit_bias": {0: 0.0}},
-        {"allowed_token_ids": (1,)},
-        {"banned_token_ids": (1,)},
-        {"processors": (lambda ids, scores: scores,)},
-    ],
-    ids=lambda v: next(iter(v)),
-)
-def test_processes_is_true_for_each_thing_that_changes_logits(values: dict[str, Any]) -> None:
-    """Parameters that act after the temperature are no processing."""
-    assert SamplingParams(**values).processes
-    assert not SamplingParams(temperature=1.0, top_k=3, top_p=0.5, min_p=0.1, seed=1, stop="x").processes
-
-
 def test_of_changes_only_what_is_named() -> None:
     base = SamplingParams(temperature=0.7, top_k=5, stop="x")
     changed = SamplingParams.of(base, top_k=9)
@@ -133,22 +111,3 @@ def test_of_changes_only_what_is_named() -> None:
 def test_keyword_arguments_are_typed_as_the_fields_are_named() -> None:
     names = {f.name for f in dataclasses.fields(SamplingParams)} | {"max_tokens"}
     assert set(SamplingChanges.__annotations__) == set(SamplingChanges.__optional_keys__) == names
-
-
-def test_a_row_grows_and_counts() -> None:
-    """In a buffer of its own, and with stop tokens that join the model's unless those are ignored."""
-    prompt = [7, 8]
-    row, other = (Row(i, prompt, SamplingParams(), limit=700) for i in range(2))
-    row.extend(range(600))
-    assert row.tokens.tolist() == [7, 8, *range(600)]
-    assert (row.size, row.prompt_length, row.num_new, row.remaining) == (602, 2, 600, 98)
-    assert other.tokens.tolist() == prompt == [7, 8]
-    assert make_row(eos=frozenset({2}), stop_token_ids=(5,)).eos == {2, 5}
-    assert make_row(eos=frozenset({2}), stop_token_ids=(5,), ignore_eos=True).eos == {5}
-
-
-def test_a_step_adds_up_what_was_tested_at_each_depth() -> None:
-    for tested, count in (((1, 1, 1), 3), ((3, 2), 5), ((), 0)):  # a tree tries several at one depth
-        assert Step(0, (1,), (Origin.BONUS,), 6, 1, tested).num_tested == count
-    assert [str(origin) for origin in Origin] == ["draft", "residual", "bonus"]
-    assert [str(reason) for reason in FinishReason] == ["stop", "length", "cancelled", "error"]

@@ -7,19 +7,16 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from foresay import ConstantLength, Proposal, Row, Rows, SamplingParams, Verification
 from foresay.decoding.acceptance import make_rule
 from foresay.decoding.clock import Clock, one_time
-from foresay.decoding.distributions import Distributions
 from foresay.decoding.outcome import FinishReason, Origin
 from foresay.decoding.prefill import prefill_chunk
-from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.protocols import ModelOutput, Move
-from foresay.decoding.rows import Row, Rows
-from foresay.decoding.step import _read, commit, cut, propose, step
-from foresay.lengths import ConstantLength
+from foresay.decoding.step import cut, propose, step
 from foresay.models.table import TableCache, TableModel
 from helpers.making import make_row
-from helpers.support import Always, Fake
+from helpers.support import Always, Fake, run
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 D, R, B = Origin.DRAFT, Origin.RESIDUAL, Origin.BONUS
@@ -94,63 +91,6 @@ def test_a_stop_condition_sees_every_committed_token_once() -> None:
     assert condition.seen == [1, 2, 3, 4, 5, 6] and cut(row, [7, 8]) == ([7], STOP)
 
 
-def committed(
-    rows: Rows, proposal: Proposal, accepted: Sequence[int], extra: Sequence[int], scores: torch.Tensor | None = None
-) -> Any:
-    """The steps of a commit, and the committed draft tokens' indices."""
-    verification = Verification(torch.tensor(accepted), torch.tensor(extra), torch.tensor([n + 1 for n in accepted]))
-    output, verified = (
-        ModelOutput(torch.zeros(len(rows), 5, 10) if scores is None else scores),
-        _read(proposal, verification),
-    )
-    return commit(rows, verified(), proposal, output, Distributions(torch.zeros(1, 1, dtype=torch.int64)))
-
-
-@pytest.mark.parametrize(
-    ("drafted", "accepted", "written", "origins", "num_drafted", "num_tested"),
-    [
-        ([1, 2, 3], 3, [1, 2, 3, 4], (D, D, D, B), 3, 4),
-        ([1, 2, 3], 1, [1, 4], (D, R), 3, 2),
-        ([1, 2, 3], 0, [4], (R,), 3, 1),
-        ([], 0, [4], (B,), 0, 1),
-        ([1, 9, 3], 3, [1, 9], (D, D), 2, 2),  # nothing after a stop is counted
-    ],
-)
-def test_origins_tell_a_rejection_from_a_full_acceptance(
-    drafted: list[int], accepted: int, written: list[int], origins: object, num_drafted: int, num_tested: int
-) -> None:
-    row = make_row(eos=EOS)
-    proposal = Proposal(torch.tensor([drafted], dtype=torch.int64), [len(drafted)])
-    [one], [path] = committed(Rows([row]), proposal, [accepted], [4])
-    assert (list(one.token_ids), one.origins, one.num_drafted) == (written, origins, num_drafted)
-    assert path == list(range(one.num_accepted)) and one.num_accepted == min(accepted, num_drafted)
-    assert sum(one.tested) == num_tested and row.tokens.tolist() == [1, *written]
-
-
-def test_a_padded_column_of_a_ragged_batch_is_never_committed() -> None:
-    proposal = Proposal(torch.tensor([[1, 2, 3], [4, 0, 0]]), [3, 1])
-    out, _ = committed(Rows([make_row(), make_row()]), proposal, [2, 1], [7, 8])
-    assert [(one.token_ids, one.origins) for one in out] == [((1, 2, 7), (D, D, R)), ((4, 8), (D, B))]
-
-
-def test_logprobs_are_of_the_raw_logits() -> None:
-    scores = torch.randn(2, 3, 6)
-    rows = Rows([make_row(logprobs=2, temperature=0.5, banned_token_ids=(0,)), make_row()])
-    proposal = Proposal(torch.tensor([[1, 2], [1, 2]]), [2, 2])
-    (first, second), _ = committed(rows, proposal, [2, 2], [3, 3], scores)
-    assert second.logprobs is None and len(first.logprobs) == 3
-    for column, entry in enumerate(first.logprobs):
-        expected = scores[0, column].log_softmax(-1)
-        best = expected.argsort(descending=True)[:2].tolist()
-        assert entry.logprob == pytest.approx(float(expected[column + 1]))
-        assert [token for token, _ in entry.top] == best
-        assert [value for _, value in entry.top] == pytest.approx(expected[best].tolist())
-    for requested, given in ((0, 0), (3, 3), (50, 6)):
-        rows = Rows([make_row(logprobs=requested)])
-        [one], _ = committed(rows, Proposal.empty(1, torch.device("cpu")), [0], [3], scores[:1, :1])
-        assert len(one.logprobs[0].top) == given
-
-
 class Budgets(Fake):
     """Drafts nothing and records what it may."""
 
@@ -210,19 +150,40 @@ class Watching(Always):
 
 
 def test_one_step_commits_and_rewinds() -> None:
-    prompts = [[1, 2, 3], [4]]
+    """Drafts that are right, wrong later, wrong at once, and none: no padded column is committed."""
+    prompts, counts = [[1, 2, 3], [4], [2, 2], [5]], [4, 2, 1, 1]
     truth = [greedy(prompt, 6) for prompt in prompts]
-    wrong = [*truth[1][:1], (truth[1][1] + 1) % 7, *truth[1][2:]]
+    drafts: list[list[int]] = [truth[0], [*truth[1]], [*truth[2]], []]
+    drafts[1][1], drafts[2][0] = (truth[1][1] + 1) % 7, (truth[2][0] + 1) % 7
     rows = Rows([Row(i, p, make_row().params, limit=99) for i, p in enumerate(prompts)])
-    cache, drafter = ready(rows), Watching([truth[0], wrong])
-    first, second = step(rows, TARGET, cache, drafter, make_rule("speculative"), ConstantLength(3))
-    assert (list(first.token_ids), first.origins) == (truth[0][:4], (D, D, D, B))
-    assert (list(second.token_ids), second.origins) == (truth[1][:2], (D, R))
-    assert (first.num_drafted, first.num_accepted, second.num_drafted, second.num_accepted) == (3, 3, 3, 1)
-    assert (first.request_id, second.request_id, first.batch_size, first.finish_reason) == (0, 1, 2, None)
-    assert cache.lengths == [row.size - 1 for row in rows] == [6, 2]
-    assert drafter.noted == ([3, 1], [7, 3])
-    assert [row.tokens.tolist() for row in rows] == [prompts[0] + truth[0][:4], prompts[1] + truth[1][:2]]
+    cache, drafter = ready(rows), Watching(drafts)
+    steps = step(rows, TARGET, cache, drafter, make_rule("speculative"), ConstantLength(3))
+    assert [list(one.token_ids) for one in steps] == [out[:n] for out, n in zip(truth, counts, strict=True)]
+    assert [one.origins for one in steps] == [(D, D, D, B), (D, R), (R,), (B,)]
+    numbers = [(one.num_drafted, one.num_accepted, one.num_tested) for one in steps]
+    assert numbers == [(3, 3, 3), (3, 1, 2), (3, 0, 1), (0, 0, 0)]
+    assert [(one.request_id, one.batch_size, one.finish_reason) for one in steps] == [(i, 4, None) for i in range(4)]
+    assert cache.lengths == [row.size - 1 for row in rows] == [6, 2, 2, 1]
+    assert drafter.noted == ([3, 1, 0, 0], [7, 3, 3, 2])
+    assert [row.tokens.tolist() for row in rows] == [
+        p + out[:n] for p, out, n in zip(prompts, truth, counts, strict=True)
+    ]
+
+
+def test_logprobs_are_of_the_raw_logits() -> None:
+    for wanted, given in ((None, 0), (0, 0), (2, 2), (50, 7)):
+        params = SamplingParams(max_new_tokens=6, logprobs=wanted, temperature=0.5, seed=1, banned_token_ids=(0,))
+        [output], steps, _ = run(TARGET, [[1, 2]], params, drafter=Always([greedy([1, 2], 6)]))
+        if wanted is None:
+            assert not any(one.logprobs for one in steps)
+            continue
+        found = [entry for one in steps for entry in one.logprobs or ()]
+        for i, (token, entry) in enumerate(zip(output, found, strict=True)):
+            expected = TARGET.distribution([1, 2, *output[:i]]).log()
+            best = expected.argsort(descending=True)[:given].tolist()
+            assert entry.logprob == pytest.approx(float(expected[token]), abs=1e-5)
+            assert [one for one, _ in entry.top] == best
+            assert [value for _, value in entry.top] == pytest.approx(expected[best].tolist(), abs=1e-5)
 
 
 def test_a_step_that_stops_inside_the_block_rewinds_to_the_stop() -> None:
