@@ -12,13 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foresay.decoding.protocols import ModelOutput
-from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import NgramStore, NgramStoreDrafter
 from foresay.drafters.owners import MOST_SALTS
-from foresay.models.table import TableModel
 from helpers.lookups import admitted, drafted, propose
 from helpers.racing import race
-from helpers.support import run
 
 SEEN = 128
 """The weight of a committed token, compared with one that the target only found likely."""
@@ -192,19 +189,6 @@ def test_requests_learn_for_themselves_or_for_all_of_an_owner() -> None:
     for i in range(1, MOST_SALTS + 1):
         store.of_owner(f"key\n{i}")
     assert store.of_owner("other\n0") is other and store.of_owner("key\n0") is not first, "salts of a key are few"
-
-
-def test_fillers_are_learned_in_a_run_and_change_no_output() -> None:
-    model = TableModel.random(6, seed=3, concentration=0.3)
-    params = SamplingParams(max_new_tokens=40)
-    wanted = run(model, [[1], [2, 3]], params, gamma=0)[0]
-    store = NgramStore(3)
-    drafter = NgramStoreDrafter(3, filler_top_k=3, store=store)
-    outputs, steps, engine = run(model, [[1], [2, 3]], params, drafter=drafter)
-    assert outputs == wanted and engine.draft_failures == 0
-    assert sum(step.num_accepted for step in steps) > 10
-    written = {token for text in wanted for token in text}
-    assert {token for counts in store._counts.values() for token in counts} - written - {1, 2, 3}
 
 
 def test_a_shared_store_bears_several_threads() -> None:
