@@ -1,14 +1,18 @@
-"""An n-gram drafter where its match is long, else another drafter: who drafts which row, and that no text changes."""
+"""An n-gram drafter where its match is long, else another drafter: who drafts which row, and that no text changes.
+
+Every rule over hybrids is in tests/distribution.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from foresay.decoding.protocols import Drafter
-from foresay.decoding.sampling_params import SamplingParams
+from foresay import Drafter, Rule, SamplingParams, TableModel
+from foresay.decoding.acceptance import Coupled, Match, Speculative
 from foresay.drafters import (
     Cascade,
     HeadDrafter,
@@ -17,14 +21,16 @@ from foresay.drafters import (
     Memory,
     ModelDrafter,
     ModelTreeDrafter,
+    NgramStoreDrafter,
+    PromptLookup,
     SuffixDrafter,
 )
 from foresay.drafters.draft_chain import DraftChain
 from foresay.lengths import ConstantLength, ThroughputLength
 from foresay.models.drafts.head import HeadModel
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.table import TableModel
 from helpers.distribution_cells import ALPHA, DRAFT, LENGTH, PARAMS, PROMPT, SIZE, TARGET
+from helpers.drafting import SMALL, decoded, llama_target
 from helpers.families import make
 from helpers.forced import Forced
 from helpers.heads import random_head
@@ -33,30 +39,20 @@ from helpers.refusals import refused
 from helpers.sequential import value_of
 from helpers.support import Loop, run
 
-SMALL = 7
-PROMPTS = [[5, 6, 1, 2, 3, 4, 5], [2], [1, 2, 1], [6] * 9, [3, 1] * 8]
 
-
-def value(drafter: Drafter, samples: int = 1500, late: int = 0, **options: Any) -> float:
+def value(drafter: Drafter, samples: int = 1500, **options: Any) -> float:
     """The p-value of what is written against the target's distribution."""
     loop = Loop(TARGET, drafter=drafter, **options)
     probs = joint(TARGET, PARAMS["plain"], PROMPT, LENGTH)
-    found = value_of(loop, PROMPT, PARAMS["plain"], probs, samples, join_later=late)
+    found = value_of(loop, PROMPT, PARAMS["plain"], probs, samples)
     assert len({step.num_drafted for step in loop.steps}) > 1
     return found
 
 
-@pytest.mark.parametrize("rule", ["speculative", "block", "match", "coupled"])
-@pytest.mark.parametrize("min_match", [1, 2, 4])
-def test_the_distribution_is_the_targets(rule: str, min_match: int) -> None:
-    """Some rows are drafted by n-gram drafters and some by a model, in one batch."""
-    drafter = Hybrid(SuffixDrafter(), ModelDrafter(DRAFT, SIZE), min_match=min_match, k=2)
-    assert value(drafter, rule=rule, max_batch_size=64, late=20) > ALPHA
-
-
-@pytest.mark.parametrize("rule", ["speculative", "block"])
-@pytest.mark.parametrize("sample", [True, False])
-@pytest.mark.parametrize("follows", [True, False])
+@pytest.mark.parametrize(
+    ("follows", "sample", "rule"),
+    [(True, True, "block"), (True, False, "speculative"), (False, True, "speculative"), (False, False, "block")],
+)
 def test_lengths_that_come_out_as_they_please_leave_the_distribution(follows: bool, sample: bool, rule: str) -> None:
     """Whatever is requested, kept and afforded, and wherever a draft ends because it is unsure of a token that stays in it."""
     model, policy = ModelDrafter(DRAFT, SIZE, sample=sample), Forced(1)
@@ -81,32 +77,11 @@ def test_an_unsure_token_that_is_dropped_is_noticed(monkeypatch: pytest.MonkeyPa
     assert value(drafter, 3000, max_batch_size=500) < ALPHA
 
 
-def test_a_choice_by_what_was_drafted_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: a hybrid that takes the model's draft only where it likes its first token writes another distribution."""
-    propose = ModelDrafter.propose
-
-    def liked(self, rows, budget, policy):  # type: ignore[no-untyped-def]
-        proposal = propose(self, rows, budget, policy)
-        counts = [n if n and int(proposal.token_ids[i, 0]) < 2 else 0 for i, n in enumerate(proposal.num_tokens)]
-        return type(proposal)(
-            proposal.token_ids, counts, proposal.distributions, proposal.distribution_index, proposal.confidence
-        )
-
-    monkeypatch.setattr(ModelDrafter, "propose", liked)
-    drafter = Hybrid(SuffixDrafter(), ModelDrafter(DRAFT, SIZE), min_match=9, k=2)
-    assert value(drafter, 3000, max_batch_size=500) < ALPHA
-
-
 @pytest.mark.parametrize("policy", [ConstantLength(6), ThroughputLength()], ids=["constant", "throughput"])
 def test_greedy_output_is_that_of_plain_decoding(policy: Any) -> None:
-    model = CausalModel(make("llama", 3, vocab_size=SMALL, tie_word_embeddings=False))
-    model.use_fused()
-    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
-    plain, _, _ = run(model, PROMPTS, params, drafter=None, gamma=0)
+    model = llama_target(vocab=SMALL)
     other = HeadDrafter(HeadModel(random_head(model), model), SMALL)
-    drafter = Hybrid(SuffixDrafter(), other, min_match=3, k=2)
-    ours, _, engine = run(model, PROMPTS, params, drafter=drafter, policy=policy, join_later=2, max_batch_size=3)
-    assert engine.draft_failures == 0 and ours == plain
+    decoded(model, Hybrid(SuffixDrafter(), other, min_match=3, k=2), policy=policy)
 
 
 def test_each_row_is_drafted_by_the_one_that_knows_it() -> None:
@@ -140,3 +115,48 @@ def test_what_cannot_be_a_hybrid() -> None:
     for param, given, drafters, options in cases:
         with refused(param, given):
             Hybrid(*drafters, **options)
+
+
+# -- lengths that adapt change no seed's text: n-gram drafters never do, and where a draft would, the length is fixed ------
+
+TEXTS = [[1, 2, 3, 1, 2, 3, 1], [4, 5, 4, 5, 4], [6]]
+WRITER, OTHER = (TableModel.random(8, seed=seed, concentration=0.4) for seed in (3, 4))
+
+
+def texts(make: Callable[[], Any], policy: Any, rule: Rule, temperature: float = 1.0) -> Any:
+    params = SamplingParams(max_new_tokens=40, temperature=temperature, seed=11)
+    return run(WRITER, TEXTS, params, drafter=make(), policy=policy, rule=rule)[0]
+
+
+def after_lookup(sample: bool) -> Any:
+    return Hybrid(PromptLookup(), ModelDrafter(OTHER, 8, sample=sample), min_match=2, k=3)
+
+
+LOOKUPS = (SuffixDrafter, MaxGram, PromptLookup, NgramStoreDrafter)
+MAKE: dict[str, Callable[[], Any]] = {
+    **{one.__name__: one for one in LOOKUPS},
+    "likeliest tokens": lambda: ModelDrafter(OTHER, 8, sample=False),
+    "likeliest tokens after a lookup": lambda: after_lookup(False),
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rule", [Speculative(), Match(), Coupled()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("drafter", MAKE)
+def test_drafts_that_are_not_sampled_change_no_text(drafter: str, rule: Rule, temperature: float) -> None:
+    plain = texts(MAKE[drafter], ConstantLength(0), rule, temperature)
+    for policy in (Forced(0), ConstantLength(5)):
+        assert texts(MAKE[drafter], policy, rule, temperature) == plain
+
+
+@pytest.mark.parametrize("follows", [False, True], ids=["alone", "after a lookup"])
+def test_a_sampled_draft_models_length_is_held(follows: bool) -> None:
+    def make() -> Any:
+        return after_lookup(True) if follows else ModelDrafter(OTHER, 8)
+
+    constant = texts(make, ConstantLength(5), Speculative())
+    assert all(texts(make, Forced(salt, sampled=5), Speculative()) == constant for salt in range(2))
+    assert any(texts(make, Forced(salt), Speculative()) != constant for salt in range(4)), "control: adapted lengths"
+    for rule in (Match(), Coupled()):
+        plain = texts(make, ConstantLength(0), rule)
+        assert all(texts(make, Forced(salt, sampled=5), rule) == plain for salt in range(2)), "they adapt, as they may"

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import foresay
-from foresay.decoding.acceptance import make_rule
-from foresay.decoding.outcome import Step
-from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import Drafter, ModelInput
-from foresay.decoding.rows import Row, Rows
-from foresay.decoding.sampling_params import SamplingParams
+from foresay import Drafter, ModelInput, Row, Rows, SamplingParams, Step, UnsupportedModelError
 from foresay.drafters import Cascade, ModelDrafter, PromptLookup, SelfDrafter
-from foresay.engine import Engine
-from foresay.errors import UnsupportedModelError
 from foresay.lengths import ConfidenceLength, ConstantLength
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.huggingface.causal import CausalModel
@@ -123,58 +116,23 @@ def test_after_a_model_that_reviews_also_in_two_depths() -> None:
     alike(target, lambda kind: Cascade([ModelDrafter(large, VOCAB), kind(short, VOCAB), Junk()], k), gamma=8)
     depths = [SelfDrafter(first_layers(target, n), VOCAB) for n in (2, 1)]  # both in the same slots
     k = [[6, 0, 0, 0], [0, 2, 2, 2], [0, 0, 2, 1], [0, 0, 0, 2]]
-    assert decode(target, Cascade([ModelDrafter(large, VOCAB), *depths, Junk()], k), gamma=9)[0] == plain(target)
+    cascade, few = Cascade([ModelDrafter(large, VOCAB), *depths, Junk()], k), SamplingParams(max_new_tokens=8)
+    assert decode(target, cascade, params=few, gamma=9)[0] == [output[:8] for output in plain(target)]
 
 
-class Seen(SelfDrafter):
-    """Compares what it proposes with the same layers fed afresh."""
-
-    checked = 0
-
-    def propose(self, rows: Rows, budget: Sequence[int], policy: Any) -> Proposal:
-        proposal = super().propose(rows, budget, policy)
-        short = self.context.model.inner
-        assert isinstance(short, CausalModel) and self.context.cache.owner is not None
-        for i, row in enumerate(rows):
-            context = row.tokens.tolist()
-            for token in proposal.token_ids[i, : proposal.num_tokens[i]].tolist():
-                cache = short.new_cache()
-                cache.add_rows(1)
-                scores = short.forward(ModelInput(torch.tensor([context]), [len(context)]), cache).scores()[0, -1]
-                assert float(scores.max() - scores[token]) < 1e-3
-                context.append(token)
-                self.checked += 1
-        return proposal
-
-
-def test_every_draft_token_is_that_of_a_fresh_pass_and_the_targets_cache_is_untouched() -> None:
+def test_nothing_is_prefilled_or_caught_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass of the draft feeds one token of a row; that draft tokens and texts are right is in `alike`."""
     target, short = shallow(seed=4)
-    drafter, fed, forward = Seen(short, VOCAB), list[int](), short.forward
-    engine = Engine(target, drafter, make_rule("speculative"), ConstantLength(4), max_batch_size=3)
-    contexts = {engine.submit(p, SamplingParams(max_new_tokens=4 + 5 * i)): list(p) for i, p in enumerate(PROMPTS)}
+    drafter, fed, forward = SelfDrafter(short, VOCAB), list[int](), short.forward
 
-    def spied(model_input: ModelInput, cache: Any) -> Any:
-        if cache is drafter.context.cache:
-            fed.append(max(model_input.num_tokens))
+    def watched(model_input: ModelInput, cache: Any) -> Any:
+        fed.append(max(model_input.num_tokens))
         return forward(model_input, cache)
 
-    short.forward = spied  # type: ignore[method-assign]
-    while engine.has_work:
-        for step in engine.step():
-            contexts[step.request_id] += step.token_ids
-        cache, rows = engine._cache, engine._items
-        assert isinstance(cache, SlotCache)
-        if rows:
-            before = list(cache.lengths)
-            last = torch.tensor([[int(row.tokens[-1])] for row in rows])
-            cached = target.forward(ModelInput(last, [1] * len(rows)), cache).scores()[:, 0]
-            cache.truncate(before)
-            for i, row in enumerate(rows):
-                with torch.no_grad():
-                    fresh = target.uncached(torch.tensor([contexts[row.request_id]]))[0, -1]
-                assert float((cached[i] - fresh).abs().max()) < 1e-3
-    assert engine.draft_failures == 0 and drafter.checked >= 40
-    assert set(fed) == {1}, "nothing is prefilled or caught up on"
+    monkeypatch.setattr(short, "forward", watched)
+    params = [SamplingParams(max_new_tokens=4 + 5 * i) for i in range(len(PROMPTS))]
+    _, steps = decode(target, drafter, params=params, max_batch_size=3)
+    assert sum(step.num_drafted for step in steps) >= 40 and set(fed) == {1}
 
 
 def lent(target: CausalModel, *drafters: SelfDrafter) -> tuple[Rows, SlotCache]:
