@@ -11,20 +11,15 @@ import pytest
 import torch
 
 import foresay
-from foresay.decoding.acceptance import Speculative
-from foresay.decoding.rows import Row
-from foresay.decoding.sampling_params import SamplingParams
-from foresay.engine import Engine
+from foresay import Engine, OutOfMemoryError, Row, SamplingParams, TableModel
 from foresay.engine.prefixes import PrefixStore
-from foresay.errors import OutOfMemoryError
-from foresay.lengths import ConstantLength
 from foresay.models.cache import memory
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.cache.stores import Stores
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.table import TableModel
 from helpers import tiny
 from helpers.refusals import refused
+from helpers.support import Loop
 
 CPU = torch.device("cpu")
 
@@ -43,7 +38,7 @@ class Small(TableModel):
 
 def engine(rows: int = 8) -> tuple[Engine, Small]:
     model = Small.random(8, seed=1)
-    return Engine(model, None, Speculative(), ConstantLength(0), max_batch_size=rows), model
+    return Loop(model, gamma=0, max_batch_size=rows).engine, model
 
 
 def outputs(decoder: Engine) -> tuple[dict[int, list[int]], int]:
@@ -139,7 +134,7 @@ def test_kept_prefixes_are_dropped_before_requests_wait(monkeypatch: pytest.Monk
     model = CausalModel(tiny.llama())
     one = model.cache_bytes([40])
     store = PrefixStore(1 << 20)
-    decoder = Engine(model, None, Speculative(), ConstantLength(0), max_batch_size=4, prefixes=store)
+    decoder = Loop(model, gamma=0, max_batch_size=4, prefixes=store).engine
 
     def free(self: CausalModel) -> int:
         return 4 * one - decoder.cached_bytes - store.nbytes

@@ -10,14 +10,9 @@ import pytest
 import torch
 
 import foresay
+from foresay import KVCache, ModelInput, ModelOutput, OutOfMemoryError, Rows, Step, TableModel, Verification
 from foresay.decoding import ahead, step
-from foresay.decoding.outcome import Step
-from foresay.decoding.proposal import Verification
-from foresay.decoding.protocols import KVCache, ModelInput, ModelOutput
-from foresay.decoding.rows import Rows
 from foresay.drafters.suffix_tree import SuffixTreeDrafter
-from foresay.errors import OutOfMemoryError
-from foresay.models.table import TableModel
 from helpers.support import Loop, Mixed, Sometimes, run
 
 VOCAB = 7

@@ -7,14 +7,11 @@ import math
 import pytest
 import torch
 
+from foresay import Proposal, Rows, SamplingParams, TableModel
 from foresay.decoding.acceptance import Lenience, Rule, Typical
 from foresay.decoding.distributions import Distributions, build_distributions
-from foresay.decoding.proposal import Proposal
 from foresay.decoding.randomness import Streams
-from foresay.decoding.rows import Rows
-from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter, PromptLookup
-from foresay.models.table import TableModel
 from helpers.making import make_row
 from helpers.support import run
 

@@ -14,18 +14,14 @@ import pytest
 import torch
 from transformers import (
     LogitsProcessorList,
-    MinNewTokensLengthLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
 )
 from transformers.generation import logits_process
 
+from foresay import RequestError, Row, Rows, SamplingParams
 from foresay.decoding import penalties
 from foresay.decoding.distributions import build_distributions
 from foresay.decoding.processors import STATEFUL_PROCESSORS, check_processors, check_token_ids, process_rows
-from foresay.decoding.rows import Row, Rows
-from foresay.decoding.sampling_params import SamplingParams
-from foresay.errors import RequestError
 from helpers.making import make_row, make_rows
 from helpers.refusals import refused, refuses
 
@@ -103,15 +99,6 @@ NO_OTHER = dict.fromkeys(range(1, 6), -INF)
 )  # fmt: skip
 def test_scores_by_hand(drafted: tuple[int, ...], settings: dict[str, Any], changes: dict[int, float]) -> None:
     assert processed(drafted, **settings) == changed(changes)
-
-
-def test_penalties_and_lengths_are_those_of_transformers() -> None:
-    context, scores = [0, 1, 4, 4, 2], torch.tensor([SCORES])
-    expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([context]), scores)[0]
-    assert processed((4, 2), context[:2], [4], repetition_penalty=1.7) == pytest.approx(expected.tolist())
-    for new in range(5):
-        theirs = MinNewTokensLengthLogitsProcessor(2, 3, [0])(torch.tensor([[5, 5, *[1] * new]]), scores)
-        assert processed((), [5, 5], [1] * new, min_new_tokens=3, **EOS) == theirs[0].tolist()
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------

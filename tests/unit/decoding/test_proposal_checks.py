@@ -10,12 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foresay import Distributions, ModelOutput, Proposal
 from foresay.decoding import devices
 from foresay.decoding.acceptance import RULES, make_rule
-from foresay.decoding.distributions import Distributions
-from foresay.decoding.proposal import Proposal
 from foresay.decoding.proposal_checks import checked
-from foresay.decoding.protocols import ModelOutput
 from helpers.making import make_rows
 
 VOCAB, CPU = 5, torch.device("cpu")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,10 +59,12 @@ def compare(vocab: int, spread: float, params: Sequence[dict[str, Any]] = PARAMS
 
 
 def test_probabilities_are_those_of_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: a digit less leaves the threshold too low."""
+    """Control: a threshold that one token too many reaches."""
     compare(130, 6.0, alone=range(5))
     compare(700, 1.0)
-    monkeypatch.setattr(sampling_kernels, "_LEVELS", 5)
+    known = sampling_kernels.probabilities
+    lower = lambda scores, temperature, cuts: known(scores, temperature, replace(cuts, top_k=cuts.top_k + 1))  # noqa: E731
+    monkeypatch.setattr(sampling_kernels, "probabilities", lower)
     with pytest.raises(AssertionError):
         compare(700, 1.0, PARAMS[1:4])
 
@@ -144,7 +148,7 @@ def test_a_launch_draws_what_several_draw(vocab: int, monkeypatch: pytest.Monkey
 def test_every_kernel_is_compiled_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of the module that the host launches."""
     launched: set[str] = set()
-    kernel = type(sampling_kernels._peaks)
+    kernel = type(sampling_kernels.block_of)
     known = kernel.__getitem__
     monkeypatch.setattr(kernel, "__getitem__", lambda self, grid: launched.add(self.fn.__name__) or known(self, grid))
     sampling_kernels.warm_up(61, torch.float32, torch.device("cpu"))
@@ -156,7 +160,7 @@ def test_kernels_are_tried_before_they_are_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """FORESAY_PAGES=0, an old GPU, wrong results and a compiler that fails turn them off; each but the first is logged once."""
-    known, gpu = kernels.check, torch.device("cuda:0")
+    known, gpus = kernels.check, itertools.count(100)  # each is tried once
 
     def raises(device: torch.device) -> None:
         raise RuntimeError("Failed to find C compiler")
@@ -168,10 +172,9 @@ def test_kernels_are_tried_before_they_are_used(
             patch.setattr(kernels, "check", changes.get("check", lambda device: known(torch.device("cpu"))))
             patch.setattr(torch.cuda, "get_device_capability", lambda device: changes.get("capability", (8, 6)))
             patch.setattr(sampling_kernels, "probabilities", changes.get("cut", sampling_kernels.probabilities))
-            kernels._works.cache_clear()
             caplog.clear()
+            gpu = torch.device("cuda", next(gpus))
             found = [kernels.uses_kernels(gpu) for _ in range(2)]
-            kernels._works.cache_clear()
         assert found[0] == found[1] and len(caplog.records) == (0 if found[0] or "switch" in changes else 1)
         return found[0]
 

@@ -12,17 +12,13 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from foresay import ConstantLength, Proposal, Rows, SamplingParams, TableModel
 from foresay.decoding import devices, kernels, sampling_kernels
 from foresay.decoding import step as step_module
 from foresay.decoding.acceptance import make_rule
-from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import LanguageModel, LengthPolicy, ModelInput, ModelOutput
-from foresay.decoding.rows import Rows
-from foresay.decoding.sampling_params import SamplingParams
 from foresay.decoding.step import step
 from foresay.engine.guard import GuardedDrafter
-from foresay.lengths.constant import ConstantLength
-from foresay.models.table import TableModel
 from helpers.making import make_rows
 from helpers.simulated_steps import one_accepted
 from helpers.support import Always, Sometimes, run

@@ -10,23 +10,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foresay import Rows, RuleNeeds, TableModel
 from foresay.decoding import devices
 from foresay.decoding.acceptance import make_rule
-from foresay.decoding.rows import Rows, RuleNeeds
 from foresay.decoding.stopping import DraftStep, Stopping
 from foresay.drafters import Cascade, MaxGram, ModelDrafter
 from foresay.drafters.cascade import drafted_at_most
 from foresay.lengths import ConfidenceLength, ConstantLength
-from foresay.models.table import TableModel
 from helpers.cascading import POLICY, SIZE, ZEROS, Counted, Whole, begun, lists, whole
 from helpers.making import By, make_row
 from helpers.refusals import refused
+from helpers.support import Always
 
 END = torch.eye(SIZE, dtype=torch.float64)
 
 
 def model(seed: int = 1) -> ModelDrafter:
     return ModelDrafter(whole(seed), SIZE)
+
+
+def greedy(model: Whole, prompt: Sequence[int], count: int) -> list[int]:
+    context = list(prompt)
+    for _ in range(count):
+        context.append(int(model.distribution(context).argmax()))
+    return context[len(prompt) :]
 
 
 @pytest.mark.parametrize(
@@ -79,37 +86,21 @@ def test_the_sources_semantics() -> None:
     cascade = Cascade([ModelDrafter(m, SIZE) for m in models] + [last], [[5, 14, 10], [0, 1, 10], [0, 0, 10]])
     rows = begun(cascade, [1, 2])
     out = lists(cascade.propose(rows, [64], POLICY))[0]
-    context = [1, 2]
-    for _ in range(19):
-        context.append(int(models[0].distribution(context).argmax()))
-    assert out == context[2:] + [SIZE - 1] * 10
+    written = greedy(models[0], [1, 2], 19)
+    assert out == written + [SIZE - 1] * 10
     assert last.requested == [{0: (2 + i, 10)} for i in range(20)]
     assert (models[0].passes, models[1].passes) == (3, 3 + 13)
     last.requested.clear()
     out = lists(cascade.propose(rows, [8], POLICY))[0]
-    assert out == context[2:10], "6 by d1, 2 by d2; a review is never given more draft tokens than it may draft"
+    assert out == written[:8], "6 by d1, 2 by d2; a review is never given more draft tokens than it may draft"
     inner = [6, 6, 4, 4, 2, 2, 1]  # of 8 - written so far, one is the reviewer's own
     assert [n for one in last.requested for _, n in one.values()] == inner
-
-
-class Always(Counted):
-    """Drafts the output of a greedy model."""
-
-    def __init__(self, model: Whole) -> None:
-        super().__init__()
-        self.model = model
-
-    def draft_tokens(self, row: int, rows: Rows, budget: int) -> list[int]:
-        context = rows[row].tokens.tolist()
-        for _ in range(budget):
-            context.append(int(self.model.distribution(context).argmax()))
-        return context[len(context) - budget :]
 
 
 def test_a_vertical_cascade_saves_the_larger_models_passes() -> None:
     for k, passes, length in (([[5, 0], [0, 0]], 5, 5), ([[5, 0], [0, 4]], 1, 5), ([[5, 0], [0, 7]], 1, 8)):
         large = whole()
-        cascade = Cascade([ModelDrafter(large, SIZE), Always(large)], k)
+        cascade = Cascade([ModelDrafter(large, SIZE), Always([greedy(large, [1, 2, 3], 12)])], k)
         out = lists(cascade.propose(begun(cascade, [1, 2, 3]), [64], POLICY))[0]
         assert (len(out), large.passes) == (length, passes), "what a review overshoots is kept"
 

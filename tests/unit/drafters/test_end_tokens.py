@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from foresay import Logits, ModelInput, SamplingParams, TableModel
 from foresay.decoding.chains import Drawn, Sampling
 from foresay.decoding.draws import inverse_cdf
-from foresay.decoding.passes import Logits, ModelInput
-from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter, model
-from foresay.models.table import TableModel
 from helpers.support import run
 
 VOCAB, ROWS = 12, 40

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from foresay.decoding.rows import Row
-from foresay.decoding.sampling_params import SamplingParams
+from foresay import Row, SamplingParams, TableModel
 from foresay.drafters import ModelDrafter, SuffixDrafter, known_text
 from foresay.lengths import ThroughputLength
-from foresay.models.table import TableModel
 from helpers.support import run
 
 PROMPT = [7, 7]

@@ -11,14 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foresay.decoding.rows import Row, Rows
-from foresay.decoding.sampling_params import SamplingParams
+from foresay import ConstantLength, NgramDrafter, Row, Rows, SamplingParams
 from foresay.drafters import MaxGram, NgramStoreDrafter, PromptLookup, SuffixDrafter
 from foresay.drafters.known_text import MATCH_LENGTH
-from foresay.drafters.ngram import NgramDrafter
 from foresay.drafters.ngram_table import NgramTable
 from foresay.drafters.suffix_tree import SuffixTreeDrafter
-from foresay.lengths import ConstantLength
 from helpers.lookups import admitted, drafted, propose
 from helpers.making import make_row
 from helpers.tables import UNKNOWN, level

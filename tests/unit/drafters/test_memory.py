@@ -205,7 +205,7 @@ def test_memories_are_merged_by_owner_or_not_at_all(opened: Open, monkeypatch: p
     target.close()
     assert first(opened(name="all"), [1, 2], owner="key") == (2, [16])
     source, target = opened(TEXTS[:1], name="source"), opened(name="none")
-    monkeypatch.setattr(target._database, "update", full)
+    monkeypatch.setattr(Database, "update", full)
     with refused("memory"):
         target.merge(source)
 

@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foresay.decoding.rows import Row, Rows
-from foresay.decoding.sampling_params import SamplingParams
+from foresay import SamplingParams, TableModel
 from foresay.drafters import Memory, SuffixDrafter
 from foresay.drafters.memory.segment import DEPTH
 from foresay.drafters.suffix_automaton import SuffixAutomaton
-from foresay.models.table import TableModel
 from helpers.lookups import admitted, drafted, propose
 from helpers.racing import race
 from helpers.support import run
@@ -120,19 +118,6 @@ def test_a_memory_that_changes_while_a_row_is_decoded() -> None:
     assert propose(drafter, rows, 1) == [[6]]
     memory.clear()
     assert memory.size == 0 and propose(drafter, rows, 3) == [[]]
-
-
-def test_texts_of_another_owner_are_never_drafted() -> None:
-    memory = remembered([1, 2, 3])
-    memory.add("a", np.array([1, 2, 4]))
-    for owner, wanted in (("", [3]), ("a", [4]), ("b", [])):
-        row = Row(0, [1, 2], SamplingParams(owner=owner), limit=100)
-        drafter, rows = SuffixDrafter(memory), Rows([row])
-        drafter.admit(rows, 0)
-        assert propose(drafter, rows, 1) == [wanted]
-        row.extend([5])
-        drafter.rearrange([], 0)
-        assert memory.texts(owner)[-1].tolist() == [1, 2, 5]
 
 
 def test_a_long_match_is_measured_beyond_the_sorted_tokens() -> None:

@@ -5,14 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foresay.decoding.proposal import Proposal
-from foresay.decoding.rows import Row, Rows
-from foresay.decoding.sampling_params import SamplingParams
+from foresay import ConstantLength, Proposal, ProposalBuilder, Row, Rows, SamplingParams, TableModel
 from foresay.drafters import ModelTreeDrafter
-from foresay.drafters.proposal_builder import ProposalBuilder
 from foresay.drafters.tree import Tree
-from foresay.lengths import ConstantLength
-from foresay.models.table import TableModel
 
 SIZE, BRANCHES, WIDTH = 6, 3, 2
 Path = tuple[int, ...]

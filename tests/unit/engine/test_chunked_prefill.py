@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 
+from foresay import ConstantLength, Engine, KVCache, Logits, ModelInput, ModelOutput, SamplingParams
 from foresay.decoding.acceptance import make_rule
-from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
-from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter
-from foresay.engine import Engine
 from foresay.engine.prefixes import PrefixStore
-from foresay.lengths import ConstantLength
 from foresay.models.table import TableCache, TableModel
 from helpers.refusals import refused
 

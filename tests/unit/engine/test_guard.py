@@ -2,25 +2,17 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from foresay import Engine, LengthPolicy, Proposal, Rows, SamplingParams, Step, TableModel
 from foresay.decoding import devices
-from foresay.decoding.acceptance import make_rule
-from foresay.decoding.outcome import Step
-from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import LengthPolicy
-from foresay.decoding.rows import Rows
-from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters.proposal_builder import ProposalBuilder
-from foresay.engine import Engine
 from foresay.engine.guard import MAX_FAILURES, PAUSE
-from foresay.lengths import ConstantLength
-from foresay.models.table import TableModel
-from helpers.support import Fake, run
+from helpers.support import Fake, Loop, run
 
 VOCAB = 7
 TARGET = TableModel.random(VOCAB, seed=4, concentration=0.3)
@@ -36,23 +28,26 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-class RaisesIn(Fake):
-    """Drafts zeros, and raises at one call of one method and after it."""
+class Failing(Fake):
+    """Drafts zeros, and raises at some calls of one method."""
 
-    def __init__(self, method: str, at: int, error: BaseException) -> None:
-        self.left, self.calls = at, 0
+    def __init__(self, bad: Container[int], method: str = "propose", error: BaseException | None = None) -> None:
+        """bad: numbers of the calls, from 1. error: None for one that names the call."""
+        self.calls = self.admitted = 0
         inner = getattr(self, method)
 
-        def failing(*args: Any) -> Any:
-            self.left -= 1
-            if self.left < 0:
-                raise error
-            return inner(*args)
+        def failing(*given: Any) -> Any:
+            self.calls += 1
+            if self.calls in bad:
+                raise error or RuntimeError(f"call {self.calls}")
+            return inner(*given)
 
         setattr(self, method, failing)
 
+    def admit(self, rows: Rows, first: int) -> None:
+        self.admitted = len(rows)
+
     def draft_tokens(self, row: int, rows: Rows, budget: int) -> list[int]:
-        self.calls += 1
         return [0] * budget
 
 
@@ -76,7 +71,7 @@ def test_a_drafter_that_raises_changes_nothing(
 ) -> None:
     # the last prompt is admitted in mid-run, so that `admit` has a second call
     plain, _, _ = run(TARGET, PROMPTS, GREEDY, max_batch_size=2)
-    drafter = RaisesIn(method, at, error)
+    drafter = Failing(range(at + 1, 1000), method, error)
     outputs, steps, engine = run(TARGET, PROMPTS, GREEDY, drafter=drafter, max_batch_size=2)
     assert outputs == plain
     assert 1 <= engine.draft_failures <= 4, "tried again when a row joins, and at a reset"
@@ -88,7 +83,7 @@ def test_a_drafter_that_raises_changes_nothing(
 
 def test_an_interrupt_is_no_failure_of_the_drafter() -> None:
     with pytest.raises(KeyboardInterrupt):
-        run(TARGET, [[1]], GREEDY[:1], drafter=RaisesIn("propose", 0, KeyboardInterrupt()))
+        run(TARGET, [[1]], GREEDY[:1], drafter=Failing([1], error=KeyboardInterrupt()))
     builder = ProposalBuilder(1, torch.device("cpu"))
     with pytest.raises(KeyboardInterrupt), builder.keeping():
         raise KeyboardInterrupt
@@ -167,7 +162,7 @@ def test_a_sound_drafter_is_neither_counted_nor_logged(
 
 
 def engine_with(drafter: Any) -> Engine:
-    return Engine(TARGET, drafter, make_rule("speculative"), ConstantLength(3))
+    return Loop(TARGET, drafter=drafter, gamma=3).engine
 
 
 def decode(engine: Engine, new: int = 6) -> list[Step]:
@@ -176,28 +171,9 @@ def decode(engine: Engine, new: int = 6) -> list[Step]:
     return [step for _ in iter(lambda: engine.has_work, False) for step in engine.step()]
 
 
-class Flaky(Fake):
-    """Drafts zeros; raises in the given calls."""
-
-    def __init__(self, bad: Sequence[int]) -> None:
-        self.bad, self.calls, self.admitted = bad, 0, 0
-
-    def admit(self, rows: Rows, first: int) -> None:
-        self.admitted = len(rows)
-
-    def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
-        self.calls += 1
-        if self.calls in self.bad:
-            raise RuntimeError(f"call {self.calls}")
-        return super().propose(rows, budget, policy)
-
-    def draft_tokens(self, row: int, rows: Rows, budget: int) -> list[int]:
-        return [0] * budget
-
-
 def test_a_fresh_batch_tries_again_until_it_failed_too_often(caplog: pytest.LogCaptureFixture) -> None:
     """Steps report their own failure, and then the pause. Later requests are drafted for, which was once lost for good."""
-    drafter = Flaky(range(1, MAX_FAILURES + 1))
+    drafter = Failing(range(1, MAX_FAILURES + 1))
     engine, plain = engine_with(drafter), [step.token_ids for step in decode(engine_with(None))]
     for batch in range(1, MAX_FAILURES + 3):
         steps = decode(engine)
@@ -210,16 +186,8 @@ def test_a_fresh_batch_tries_again_until_it_failed_too_often(caplog: pytest.LogC
     assert any(step.num_drafted for step in decode(engine, 400))
 
 
-def test_one_failure_ends_drafting_for_its_batch_only() -> None:
-    engine = engine_with(Flaky([1]))
-    first, second = decode(engine), decode(engine)
-    assert not any(step.num_drafted for step in first) and first[0].draft_error == "RuntimeError: call 1"
-    assert any(step.num_drafted for step in second) and not any(step.draft_error for step in second)
-    assert engine.draft_failures == 1
-
-
 def test_drafting_goes_on_after_a_pause_in_one_batch() -> None:
-    drafter = Flaky([2])
+    drafter = Failing([2])
     _, steps, engine = run(TARGET, [[1], [2]], SamplingParams(max_new_tokens=200), drafter=drafter, gamma=2)
     assert engine.draft_failures == 1 and drafter.admitted == 2
     drafted = [step.num_drafted > 0 for step in steps if step.request_id == 0]
@@ -228,7 +196,7 @@ def test_drafting_goes_on_after_a_pause_in_one_batch() -> None:
 
 def test_pauses_double_and_failures_are_forgiven() -> None:
     params = SamplingParams(max_new_tokens=2000)
-    _, steps, engine = run(TARGET, [[1]], params, drafter=Flaky(range(1, 6)), gamma=1)
+    _, steps, engine = run(TARGET, [[1]], params, drafter=Failing(range(1, 6)), gamma=1)
     assert engine.draft_failures == 5
     tried = [i for i, step in enumerate(steps) if step.draft_error is not None and "paused" not in step.draft_error]
     assert [b - a for a, b in itertools.pairwise(tried)] == [PAUSE << n for n in range(4)]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from foresay import Generation, Stats
 from foresay.decoding.outcome import FinishReason, Origin, Step
-from foresay.engine import Stats
-from foresay.generation.result import Generation
 from helpers.refusals import refused
 
 WORDS = ["<script>", "alert(1)", "</script>", " & ", '"quoted"', " STOP"]
@@ -63,9 +62,3 @@ def test_without_a_tokenizer_the_text_is_plain() -> None:
     with refused("tokenizer"):
         one.pieces()
     assert [piece.text for piece in one.pieces(Words())] == WORDS[:5]
-
-
-def test_a_result_is_shown_in_one_line() -> None:
-    shown = repr(generation(*TWO_STEPS, text="one\n" * 40))
-    assert shown.startswith("<foresay.Generation 'one\\none") and "\n" not in shown and len(shown) < 200
-    assert shown.endswith("...': 5 tokens in 2 passes, finish_reason=stop>")

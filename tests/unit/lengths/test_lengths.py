@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from foresay import Rows, Step, TableModel
 from foresay.decoding.distributions import build_distributions
-from foresay.decoding.outcome import Step
-from foresay.decoding.rows import Rows
 from foresay.decoding.stopping import DraftStep
 from foresay.drafters import ModelDrafter
 from foresay.lengths import ConfidenceLength, EntropyLength, HeuristicLength
-from foresay.models.table import TableModel
 from helpers.making import make_row, make_rows
 
 SIZE = 5

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from foresay.decoding.protocols import LengthPolicy
-from foresay.decoding.rows import Rows, RuleNeeds
+from foresay import LengthPolicy, Rows, RuleNeeds
 from foresay.lengths import ConstantLength, ThroughputLength, costs
 from foresay.lengths.measured_drafter import Credit
 from helpers.making import make_row
@@ -69,6 +68,13 @@ class World:
         return self.run(policy, steps)[0] / max(self.rates())
 
 
+def settled(world: World | Ragged | Matches, steps: int) -> ThroughputLength:
+    """A policy that has seen some steps of a world."""
+    policy = ThroughputLength()
+    world.run(policy, steps)
+    return policy
+
+
 def linear(cost: float) -> Callable[[int], float]:
     return lambda length: cost * length
 
@@ -100,10 +106,9 @@ def test_where_drafts_pay_it_finds_the_best_length(case: str, batch: int, noise:
     shares = []
     for seed in range(2):
         world = World(accept, linear(cost), growing(share), batch=batch, noise=noise, rng=random.Random(seed))
-        rates, policy = world.rates(), ThroughputLength()
+        rates = world.rates()
         best = rates.index(max(rates))
-        world.run(policy, 400)
-        got, chosen = world.run(policy, 800)
+        got, chosen = world.run(settled(world, 400), 800)
         shares.append(got / rates[best])
         usual = max(set(chosen), key=chosen.count)
         assert abs(usual - best) <= 1 or rates[usual] > 0.97 * rates[best], (usual, best)
@@ -229,9 +234,8 @@ class Ragged:
 )
 def test_each_row_has_the_length_that_pays_for_it(accepts: tuple[float, ...], share: float) -> None:
     """The same rows where the widest draft sets the time of a pass: there the best one length for all writes less."""
-    world, policy = Ragged(accepts, share), ThroughputLength()
-    world.run(policy, 300)
-    got, chosen = world.run(policy, 700)
+    world = Ragged(accepts, share)
+    got, chosen = world.run(settled(world, 300), 700)
     assert got > 0.92 * world.best(), got / world.best()
     mean = [statistics.fmean(step[i] for step in chosen) for i in range(len(accepts))]
     if max(accepts) - min(accepts) > 0.5:
@@ -251,10 +255,9 @@ def test_ragged_passes_whose_drafts_never_pay_lose_next_to_nothing(
     """Control: an allowance as large as that of trials that draft for all rows."""
 
     def rate() -> float:
-        world, policy = Ragged((accept,) * 8, share, drafts), ThroughputLength()
+        world = Ragged((accept,) * 8, share, drafts)
         assert world.best() == 8
-        world.run(policy, 50)
-        return world.run(policy, 1500)[0] / 8
+        return world.run(settled(world, 50), 1500)[0] / 8
 
     assert rate() > 0.996
     add = Credit.add
@@ -344,17 +347,12 @@ class Matches:
 
 def test_drafts_are_kept_by_what_they_match() -> None:
     """In a busy batch only tokens after long matches; alone, where a token more costs little, after shorter ones too."""
-    policy = ThroughputLength()
-    Matches(16, 0.04).run(policy, 100)
-    gain, kept = Matches(16, 0.04).run(policy, 400)
+    gain, kept = Matches(16, 0.04).run(settled(Matches(16, 0.04), 100), 400)
     assert kept[12] > 3 and kept[1] < 0.2 and kept[2] < 1 and gain > 1.05
-    alone = ThroughputLength()
-    Matches(1, 0.02).run(alone, 100)
-    gain, kept = Matches(1, 0.02).run(alone, 800)
+    gain, kept = Matches(1, 0.02).run(settled(Matches(1, 0.02), 100), 800)
     assert kept[12] > 12 and kept[2] > 1 and kept[1] > 0.2 and gain > 3
-    padded, policy = Matches(8, 0.06, {1: 0.1, 12: 0.95}, ragged=False), ThroughputLength()
-    padded.run(policy, 100)
-    gain, kept = padded.run(policy, 600)
+    padded = Matches(8, 0.06, {1: 0.1, 12: 0.95}, ragged=False)
+    gain, kept = padded.run(settled(padded, 100), 600)
     assert gain > 0.98 and kept.get(1, 0) < 1, "padded passes are widened only for what pays"
 
 
@@ -379,9 +377,7 @@ def test_a_step_from_one_token_to_two_is_no_cost_of_each(
         return Matches(batch, share, start=start).run(policy, 1000)[0]
 
     def learned() -> ThroughputLength:
-        policy = ThroughputLength()
-        Matches(batch, share, start=start, rng=random.Random(1)).run(policy, 300)
-        return policy
+        return settled(Matches(batch, share, start=start, rng=random.Random(1)), 300)
 
     best = max(reached(FromMatch(least, most)) for least in (1, 2, 12) for most in (4, 8, 16))
     found = reached(learned())
@@ -396,9 +392,8 @@ def test_a_step_from_one_token_to_two_is_no_cost_of_each(
 
 def test_matches_that_never_hold_cost_next_to_nothing() -> None:
     for batch, share in ((1, 0.1), (8, 0.06), (32, 0.03)):
-        policy, world = ThroughputLength(), Matches(batch, share, {1: 0.0, 2: 0.0, 5: 0.0, 12: 0.0})
-        world.run(policy, 60)
-        assert world.run(policy, 1000)[0] > 0.985, batch
+        world = Matches(batch, share, {1: 0.0, 2: 0.0, 5: 0.0, 12: 0.0})
+        assert world.run(settled(world, 60), 1000)[0] > 0.985, batch
 
 
 def test_one_slow_pass_stops_no_drafts() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,11 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from foresay import ConfigError, Logits, ModelInput, Rows, Stats
 from foresay.decoding.outcome import FinishReason, Origin, Step
-from foresay.decoding.protocols import Logits, ModelInput
-from foresay.decoding.rows import Rows
-from foresay.engine.stats import Stats
-from foresay.errors import ConfigError
 from foresay.json_files import Schema
 from foresay.models.recording import RecordedText, RecordingModel
 from foresay.records.lines import LineWriter, read_lines
@@ -291,18 +287,3 @@ def test_results_round_trip(tmp_path: Path) -> None:
         damaged = tmp_path / "bad.jsonl"
         damaged.write_text(path.read_text() + bad + "\n")
         refuses(lambda damaged=damaged: Results.load(damaged), param, at=f"{damaged}, line 7")
-
-
-def test_stats_from_dict_undoes_as_dict() -> None:
-    stats = Stats.of(STEPS)
-    values = json.loads(json.dumps(stats.as_dict()))
-    again = Stats.from_dict(values)
-    assert again.as_dict() == stats.as_dict() == values
-    names = [name for name in Stats.__slots__ if name != "origins"]
-    assert [getattr(again, name) for name in names] == [getattr(stats, name) for name in names]
-    assert +again.origins == +stats.origins
-    again.merge(stats)
-    assert again.num_tokens == 2 * stats.num_tokens and again.accepted_at == stats.accepted_at + stats.accepted_at
-    for name in ("num_passes", "origins", "tested_at"):
-        with pytest.raises(KeyError, match=re.escape(name)):
-            Stats.from_dict({key: value for key, value in values.items() if key != name})

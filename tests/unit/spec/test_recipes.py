@@ -14,12 +14,11 @@ import pytest
 import torch
 
 import foresay
-from foresay import change, load
+from foresay import Generator, change, load
 from foresay.decoding.acceptance import RULES, Lenience
 from foresay.drafters import MaxGram
 from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ModelNotFoundError, UnknownNameError, UnsupportedModelError, VocabularyMismatchError
-from foresay.generation.generator import Generator
 from foresay.lengths import LENGTHS, ConfidenceLength, ConstantLength, HeuristicLength, ThroughputLength
 from foresay.models.drafts.files import write_draft
 from foresay.models.sources.load_options import LoadOptions

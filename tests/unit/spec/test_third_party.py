@@ -17,6 +17,7 @@ from foresay.spec.recipes import read_drafter, third_party_names
 from helpers.refusals import refused
 from helpers.support import run
 
+pytestmark = pytest.mark.usefixtures("_installed")
 MODULE = '''"""A module of another package."""
 import torch
 from foresay import ConfigError, Proposal, Stateless
@@ -91,7 +92,6 @@ def resources() -> Resources:
     return Resources(resolve(TableModel.random(6, seed=1), LoadOptions(), None))
 
 
-@pytest.mark.usefixtures("_installed")
 def test_a_drafter_by_its_name_drafts() -> None:
     recipe = read_drafter("repeat(times=1)")
     assert recipe.samples, "it may sample, so a seed's text must not depend on an adaptive length"
@@ -103,7 +103,6 @@ def test_a_drafter_by_its_name_drafts() -> None:
     assert read_drafter("cascade(self=1, repeat(3); k=[[1, 2], [0, 1]])").num_draft_tokens > 0
 
 
-@pytest.mark.usefixtures("_installed")
 def test_settings_are_those_of_its_parameters() -> None:
     for text, param, value, kind in (
         ("repeat(tims=3)", "setting", "tims", UnknownNameError),
@@ -120,7 +119,6 @@ def test_settings_are_those_of_its_parameters() -> None:
     assert type(first).built == 2, "the instance that was checked is the first engine's"  # type: ignore[attr-defined]
 
 
-@pytest.mark.usefixtures("_installed")
 def test_a_module_is_imported_only_for_its_drafter() -> None:
     read_drafter("suffix")
     with refused("drafter", "repaet", UnknownNameError):
@@ -130,7 +128,6 @@ def test_a_module_is_imported_only_for_its_drafter() -> None:
     assert "drafts_a" in sys.modules
 
 
-@pytest.mark.usefixtures("_installed")
 def test_a_broken_one_is_an_error_that_names_its_package() -> None:
     for name, problem in (
         ("broken", "(drafts_a:absent) cannot be loaded: AttributeError: "),
@@ -142,7 +139,6 @@ def test_a_broken_one_is_an_error_that_names_its_package() -> None:
         assert f"'{name}' of drafts_a 1.2" in str(caught.value) and problem in str(caught.value)
 
 
-@pytest.mark.usefixtures("_installed")
 def test_a_name_that_two_packages_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path / "b", "drafts_b", MODULE, "repeat = drafts_b:Repeat\nsuffix = drafts_b:Repeat\n", monkeypatch)
     with refused("drafter", "repeat"):
@@ -150,7 +146,6 @@ def test_a_name_that_two_packages_register(tmp_path: Path, monkeypatch: pytest.M
     assert read_drafter("suffix(scale=2)").num_draft_tokens == 12, "foresay's own name stays its own"
 
 
-@pytest.mark.usefixtures("_installed")
 def test_the_list_of_methods_has_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(["info", "--methods"]) == 0
     out = capsys.readouterr().out
