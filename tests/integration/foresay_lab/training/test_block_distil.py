@@ -56,7 +56,7 @@ def test_the_loss_is_that_of_plain_loops(made_as: dict[str, Any], ids: list[int]
     from_anchor, path = made.config.from_anchor, made.module.path
     texts = written(target, 3, new=9)
     passes = TargetPasses(model, made.config.hidden_layers)
-    student = BlockStudent(made, model, anchors=None, decay=0.5, confidence=0.7)
+    student = BlockStudent(made, model, anchors=None, decay=0.5)
     total, weights = student(batch(target, texts, made.config.hidden_layers), Objective.parse("ce=0.1, tv=1.8"))
     rows = target_rows(model, None if ids is None else torch.tensor(ids))
     kept = list(range(VOCAB)) if ids is None else ids
@@ -87,7 +87,7 @@ def test_the_loss_is_that_of_plain_loops(made_as: dict[str, Any], ids: list[int]
                 if head is not None and path is not None:
                     score = head.proj(torch.cat([state, path.markov_w1(token)]))[0]
                     accepted = torch.minimum(p, q).sum().detach()
-                    loss = loss + 0.7 * torch.nn.functional.binary_cross_entropy_with_logits(score, accepted)
+                    loss = loss + torch.nn.functional.binary_cross_entropy_with_logits(score, accepted)
                 wanted, count = wanted + 0.5**j * float(loss.detach()), count + 0.5**j
     assert float(weights) == pytest.approx(count, rel=1e-5)
     assert float(total.detach()) == pytest.approx(wanted, rel=2e-3)
