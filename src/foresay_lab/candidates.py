@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from foresay.errors import ConfigError
 from foresay.generation.method import PLAIN, Method
 from foresay.spec.expressions import Call, parse
-from foresay_lab.replay.predict import Expected
+from foresay_lab.replay.replay import Expected
 
 THRESHOLDS = (0.3, 0.5, 0.7)
 MATRICES = ("[[5, 10], [0, 10]]", "[[8, 10], [0, 5]]", "[[13, 10], [0, 10]]")

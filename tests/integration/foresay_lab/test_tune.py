@@ -28,8 +28,8 @@ from foresay_lab.bench import runners
 from foresay_lab.candidates import Candidate, Confirmed, Tuning, pick
 from foresay_lab.data.requests import PromptRequest
 from foresay_lab.measure.live_run import run_live
-from foresay_lab.replay.predict import Expected
 from foresay_lab.replay.record import record
+from foresay_lab.replay.replay import Expected
 from foresay_lab.tune import Tuner
 from helpers.recordings import Numbers, cycle, loaded, numbered
 from helpers.refusals import refused, refuses
