@@ -96,9 +96,8 @@ class Tuning:
         """
         paying = [one for one in self.confirmed if one.speed_up > 1 + self.plain_spread]
         found = max(paying, key=lambda one: one.tokens_per_s, default=None)
-        same = [
-            one for one in self.confirmed if found is None or one.candidate.batch_size == found.candidate.batch_size
-        ]
+        size = None if found is None else found.candidate.batch_size
+        same = [one for one in self.confirmed if size in (None, one.candidate.batch_size)]
         default = next((one for one in same if one.candidate.is_default), None)
         if default is None or (found is not None and found.tokens_per_s > PAYS * default.tokens_per_s):
             return found

@@ -124,9 +124,8 @@ def conclusion(found: Sequence[Gain], busy: str = "") -> str:
         text = f"It pays here: the default drafter is {_listed(pays)}{rest}."
     if default.measured is not None and default.predicted is not None:
         rough = ": the prediction is rough" if is_rough(default.measured, default.predicted) else ""
-        text += (
-            f" With the time of prompts: {default.measured:.2f}x measured, {default.predicted:.2f}x predicted{rough}."
-        )
+        speeds = f"{default.measured:.2f}x measured, {default.predicted:.2f}x predicted"
+        text += f" With the time of prompts: {speeds}{rough}."
     for one in others:
         gives = f"gives {one.tokens_per_pass:.2f} tokens a pass, and gains from {one.cost:.2f} on"
         text += f" {one.method.name} {gives}: {one.speed_up:.2f}x."

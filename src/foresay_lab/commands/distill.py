@@ -83,10 +83,7 @@ def _check(given: Given) -> None:
         if getattr(given, name) is not None and given.kind != "pruned":
             check_int(name, getattr(given, name), least, most)
     if given.kind not in (*MAKERS, MODEL) and given.start:
-        fixed = (
-            *_SHAPE,
-            *(["vocabulary_size"] if given.kind in (BLOCK, DFLASH2) else []),
-        )  # a head's weights do not depend on it
+        fixed = _SHAPE if given.kind == HEAD else (*_SHAPE, "vocabulary_size")  # a head's weights do not depend on it
         if given_too := [given.typed[name] for name in fixed if name in given.typed]:
             raise ConfigError(f"sets the shape; drop {given_too[0]}", param="--from")
     if given.kind == MODEL and given.draft is None:
@@ -104,9 +101,8 @@ def _trained(given: Given) -> Iterator[str]:
     named = ("minutes", "batch_tokens", "accumulate", "evaluate_minutes", "precision", "seed")
     epochs = 1.0 if given.epochs is None else given.epochs
     plan = Plan(epochs=epochs, rate=given.learning_rate, **{name: getattr(given, name) for name in named})
-    objective = Objective.parse(
-        given.loss or ("forward_kl" if given.kind == MODEL else ON_HIDDEN_STATES[given.kind].loss)
-    )
+    usual = "forward_kl" if given.kind == MODEL else ON_HIDDEN_STATES[given.kind].loss
+    objective = Objective.parse(given.loss or usual)
     if given.tensorboard and not is_tensorboard_available():  # accelerate would log nothing, without a word
         raise ConfigError("needs tensorboard: pip install 'foresay[train]'", param="tensorboard")
     given.hidden_layers = _layers(given.hidden_layers)

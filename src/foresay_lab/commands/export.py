@@ -70,9 +70,8 @@ def run(given: Given) -> int:
         embeddings=embeddings_of(whole, found.config)(tokens) if is_block else None,
     )
     click.echo(folder)
-    click.echo(
-        f"  reads layers {', '.join(map(str, layers))} of {config.target}, proposes {config.draft_vocab_size:,} tokens"
-    )
+    read = ", ".join(map(str, layers))
+    click.echo(f"  reads layers {read} of {config.target}, proposes {config.draft_vocab_size:,} tokens")
     if card is not None:
         (folder / CARD).write_text(_card(given, config, folder, **card), encoding="utf-8")
         click.echo(f"  published for {card['base']}: {_pushed(given.push, folder)}")

@@ -196,9 +196,8 @@ def _answer(tuning: Tuning, batch_size: int, target: Generator, prompts: str, gi
         click.echo(f"{best.candidate.method.name}: {best.speed_up:.2f}x plain decoding at batch {batch_size}.")
     else:
         click.echo(f"Nothing gains here, and the default costs nothing ({best.speed_up:.2f}x).")
-    is_wanted = (
-        given.latency is not None or given.output.exists() or {"output", *loaded_values(given)} & given.typed.keys()
-    )
+    typed = {"output", *loaded_values(given)} & given.typed.keys()
+    is_wanted = given.latency is not None or given.output.exists() or typed
     if best is not None and best.candidate.is_default and not is_wanted:
         click.echo(f"Keep the default: foresay serve {model} (it needs no settings file; --output FILE writes one)")
         return

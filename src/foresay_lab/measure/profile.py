@@ -152,9 +152,8 @@ def _check(batches: Sequence[int], columns: Sequence[int], contexts: Sequence[in
 
 
 def _time_widths(target: Any, batch: int, widths: Sequence[int], context: int, repeats: int) -> list[Timing]:
-    bench = _Bench(
-        target, RandomDrafter(target.vocab_size, target.device), batch, context, (repeats + _WARM_UP) * len(widths)
-    )
+    drafter = RandomDrafter(target.vocab_size, target.device)
+    bench = _Bench(target, drafter, batch, context, (repeats + _WARM_UP) * len(widths))
     seconds: dict[int, list[float]] = {width: [] for width in widths}
     for turn in range(repeats + _WARM_UP):
         for width in widths:

@@ -177,9 +177,8 @@ class Fitting:
         if tracker:
             self.accelerator.init_trackers("foresay")
         self.plain = student
-        optimisers = make_optimisers(
-            plan.optimiser, student, trainable_parameters(student), plan.rate, plan.weight_decay
-        )
+        learned = trainable_parameters(student)
+        optimisers = make_optimisers(plan.optimiser, student, learned, plan.rate, plan.weight_decay)
         with self.accelerator.main_process_first():
             self.state = load_checkpoint(folder / CHECKPOINT, self.settings, student, optimisers) or State()
         self.resumed_at = self.state.step
@@ -331,14 +330,10 @@ class Fitting:
         self.plain.train()
         state = self.state
         state.elapsed_s = perf_counter() - self._start
-        loss = sum(self._losses) / len(self._losses) if self._losses else None
-        values = {
-            "step": state.step,
-            "tokens": state.tokens,
-            "elapsed_s": round(state.elapsed_s, 1),
-            **quality.as_dict(),
-        }
-        values |= {} if loss is None else {"loss": round(loss, 5)}
+        values = {"step": state.step, "tokens": state.tokens, "elapsed_s": round(state.elapsed_s, 1)}
+        values |= quality.as_dict()
+        if self._losses:
+            values["loss"] = round(sum(self._losses) / len(self._losses), 5)
         better = quality.best > state.best
         if self._log is not None:
             self._log.append(values)

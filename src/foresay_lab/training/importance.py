@@ -42,9 +42,8 @@ def measure(model: Any, batches: Iterable[torch.Tensor], on_batch: Callable[[int
     config, body = model.config, model.base_model
     layers = getattr(body, "layers", None)
     if layers is None or not all(_is_supported(one) for one in layers):
-        raise UnsupportedModelError(
-            f"models of the family {config.model_type!r} cannot be measured: their layers differ from Llama's"
-        )
+        text = f"models of the family {config.model_type!r} cannot be measured: their layers differ from Llama's"
+        raise UnsupportedModelError(text)
     sums = _Sums(len(layers), config)
     handles = []
     for i, layer in enumerate(layers):

@@ -121,9 +121,8 @@ def kind_of(config: DraftConfig) -> str:
 def causal(target: LoadedModel) -> CausalModel:
     """Return the target's model. Raises UnsupportedModelError for a model without hidden states."""
     if not isinstance(target.model, CausalModel):
-        raise UnsupportedModelError(
-            f"drafts are trained only for decoder-only transformers models, and {target.name!r} is not one"
-        )
+        text = f"drafts are trained only for decoder-only transformers models, and {target.name!r} is not one"
+        raise UnsupportedModelError(text)
     return target.model
 
 

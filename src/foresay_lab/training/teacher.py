@@ -101,9 +101,8 @@ class CachedPasses:
             with atomic_write(self._path(text), parents=True) as temporary:
                 save_file({name: one.contiguous() for name, one in cached.items()}, temporary)
         layers = [cached[name] for name in self._names[:-2]]
-        return TargetOutputs(
-            torch.cat(layers, -1) if layers else cached["last"][:, :0], cached["last"], cached["log_sum"]
-        )
+        states = torch.cat(layers, -1) if layers else cached["last"][:, :0]
+        return TargetOutputs(states, cached["last"], cached["log_sum"])
 
     @contextmanager
     def _opened(self, text: Text) -> Iterator[Any]:
@@ -148,9 +147,8 @@ class TeacherHead:
         """Compare the scores of all tokens with the target's outputs. Raises UnsupportedModelError if they differ."""
         scores = finished(outputs.last[:16].float().to(self.weight.device) @ self.weight.T, self._config)
         if not torch.allclose(scores.logsumexp(-1).cpu(), outputs.log_sum[:16], atol=0.05, rtol=0.02):
-            raise UnsupportedModelError(
-                "the target's scores are not its output layer's rows times its last hidden state"
-            )
+            text = "the target's scores are not its output layer's rows times its last hidden state"
+            raise UnsupportedModelError(text)
 
 
 def finished(scores: torch.Tensor, config: Any) -> torch.Tensor:

@@ -391,7 +391,6 @@ def test_names_of_methods() -> None:
         assert [m.name for m in methods(*given)] == named  # type: ignore[arg-type]
     assert [m.fixed.name for m in methods(["suffix", "max_gram"])] == ["suffix, 12", "max_gram, 10"]
     assert Method("none").name == PLAIN
-    refuses(lambda: methods(["none"]), "drafter")
     for wrong in (("none", "4"), ("sufix",), ("suffix", "thruput"), ("suffix", "4", "blok"), ("suffix", "-1")):
         with pytest.raises(ConfigError):
             Method(*wrong)

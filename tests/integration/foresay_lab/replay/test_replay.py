@@ -344,7 +344,6 @@ def test_what_no_recording_can_answer(plain: Recording, caplog: pytest.LogCaptur
         (lambda: replayed(plain, MaxGram(), rule=make_rule("lenience")), "rule", "lenience"),
         (lambda: replayed(plain, filler), "filler_top_k", ANY),
         (lambda: replayed(plain, Cascade([filler, MaxGram()], [[2, 2], [0, 0]])), "filler_top_k", ANY),
-        (lambda: replay(plain, MaxGram(), ThroughputLength()), "length", "throughput"),
         (lambda: replayed(plain, Failing()), "drafter", "GuardedDrafter"),
     ]
     for call, param, value in calls:

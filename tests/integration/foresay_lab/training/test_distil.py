@@ -362,6 +362,3 @@ def test_wrong_plans() -> None:
     for name, value in wrong.items():
         with refused(name, value):
             Plan(**{name: value})  # type: ignore[arg-type]
-    target = loaded()
-    with pytest.raises(ConfigError, match="layers"):
-        new_draft("head", target, written(target, 2), DraftShape(hidden_layers=(9,)), 0)
