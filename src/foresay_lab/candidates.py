@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from foresay.errors import ConfigError
 from foresay.generation.method import PLAIN, Method
 from foresay.spec.expressions import Call, parse
-from foresay_lab.replay.predict import Expected
+from foresay_lab.replay.replay import Expected
 
 THRESHOLDS = (0.3, 0.5, 0.7)
 MATRICES = ("[[5, 10], [0, 10]]", "[[8, 10], [0, 5]]", "[[13, 10], [0, 10]]")
@@ -96,9 +96,8 @@ class Tuning:
         """
         paying = [one for one in self.confirmed if one.speed_up > 1 + self.plain_spread]
         found = max(paying, key=lambda one: one.tokens_per_s, default=None)
-        same = [
-            one for one in self.confirmed if found is None or one.candidate.batch_size == found.candidate.batch_size
-        ]
+        size = None if found is None else found.candidate.batch_size
+        same = [one for one in self.confirmed if size in (None, one.candidate.batch_size)]
         default = next((one for one in same if one.candidate.is_default), None)
         if default is None or (found is not None and found.tokens_per_s > PAYS * default.tokens_per_s):
             return found

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -26,18 +25,17 @@ from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, Method, distinct
 from foresay.lengths import ConstantLength
 from foresay.records.profile import Profile
-from foresay.records.recording import Record, Recording
+from foresay.records.recording import Recording
 from foresay.records.results import Failure
 from foresay.spec.recipes import named, read_length
 from foresay_lab.bench.runners import MethodRunner, PromptBlock, Runner
 from foresay_lab.bench.turns import take_turns
 from foresay_lab.candidates import Candidate, Confirmed, Tuning, rate
-from foresay_lab.data.items import PromptItem
+from foresay_lab.data.items import PromptItem, in_turns
 from foresay_lab.data.requests import PromptRequest
 from foresay_lab.measure.profile import measure, measure_drafting, medians
 from foresay_lab.replay.precomputed import PrecomputedDrafter, can_precompute, precompute
-from foresay_lab.replay.predict import Expected, expect
-from foresay_lab.replay.replay import replay
+from foresay_lab.replay.replay import Expected, expect, replay
 
 DRAFTERS = named(compared=True)
 LENGTHS = ("2", "4", "8", "12", "throughput")
@@ -99,7 +97,8 @@ class Tuner:
             raise ConfigError(text, param="recording")
         if recording.model != target.target.name:
             raise ConfigError(f"is of {recording.model!r}, not of {target.target.name!r}", param="recording")
-        self.target, self.recording = target, replace(recording, records=tuple(_in_turns(recording)))
+        records = in_turns(recording.records, lambda one: one.category)
+        self.target, self.recording = target, replace(recording, records=tuple(records))
         self._profile, self._rounds, self._end, self._on_progress = profile, rounds, end, on_progress
         self._precomputed: dict[str, PrecomputedDrafter] = {}
         self.tuning = Tuning()
@@ -126,13 +125,13 @@ class Tuner:
                 measured.append(measure(self.target, **sizes_of, repeats=3))
                 fills.append(self._token_s(len(fills)))
             fill_s = statistics.median(fills)
-            self._profile = replace(medians(measured), fills=((1, fill_s), (PREFILL_CHUNK, PREFILL_CHUNK * fill_s)))
+            self._profile = with_prefill(medians(measured), fill_s)
             self.tuning.seconds["profile"] = monotonic() - start
         return self._profile
 
     def _token_s(self, turn: int) -> float:
         """Return the prefill seconds of a token, over some recorded prompts of different lengths."""
-        every = _round_robin(self.recording)
+        every = _requests(self.recording)
         requests = [every[(turn * _FILLED + i) % len(every)] for i in range(min(_FILLED, len(every)))]
         session = self.target.plain().with_settings(max_batch_size=_FILLED).session()
         params = SamplingParams(max_new_tokens=2, ignore_eos=True)
@@ -230,7 +229,7 @@ class Tuner:
         at least, and turns end where another would end later. An interruption leaves what was measured in `tuning`.
         """
         start = monotonic()
-        requests = _round_robin(self.recording)
+        requests = _requests(self.recording)
         tokens = min(_CONFIRM_TOKENS, int(self.recording.params["max_new_tokens"]))
         params = SamplingParams(max_new_tokens=tokens)
         turn = sum(2 * max(count, one.batch_size) * tokens / one.plain.tokens_per_s for one in candidates)
@@ -294,7 +293,7 @@ class Tuner:
         """Predict the speed-up on the first prompts and tokens, as they are run live; on all where drafts are precomputed."""
         if candidate.expected is None or self._profile is None or candidate.method.drafter in self._precomputed:
             return candidate.speed_up
-        first = _in_turns(self.recording)[:count]
+        first = self.recording.records[:count]
         chosen = [replace(one, output=one.output[:tokens], logprobs=None, top=None) for one in first]
         part = replace(self.recording, records=tuple(chosen))
         size = candidate.batch_size
@@ -302,28 +301,21 @@ class Tuner:
         return self.expected(candidate.method, size, part).tokens_per_s / plain.tokens_per_s
 
 
+def with_prefill(profile: Profile, token_s: float) -> Profile:
+    """Return a profile in which each prompt token takes this long."""
+    return replace(profile, fills=((1, token_s), (PREFILL_CHUNK, PREFILL_CHUNK * token_s)))
+
+
 def plain_decoding(recording: Recording, batch_size: int, profile: Profile) -> Expected:
     """Predict plain decoding."""
     return expect(replay(recording, None, ConstantLength(0), batch_size=batch_size), recording, profile)
 
 
-def _in_turns(recording: Recording) -> list[Record]:
-    """Return the records, alternating between categories."""
-    seen: Counter[str] = Counter()
-    order = []
-    for i, record in enumerate(recording.records):
-        order.append((seen[record.category], i))
-        seen[record.category] += 1
-    return [recording.records[i] for _, i in sorted(order)]
-
-
-def _round_robin(recording: Recording) -> list[PromptRequest]:
-    """Return the recorded prompts as requests, alternating between categories."""
+def _requests(recording: Recording) -> list[PromptRequest]:
+    """Return the recorded prompts as requests."""
     return [
-        PromptRequest(
-            one.id, one.category, one.prompt if one.source is None else tuple(one.source), PromptItem(one.id, "")
-        )
-        for one in _in_turns(recording)
+        PromptRequest(one.id, one.category, tuple(one.source or one.prompt), PromptItem(one.id, ""))
+        for one in recording.records
     ]
 
 

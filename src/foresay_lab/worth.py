@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from time import perf_counter, thread_time
 
-from foresay.decoding.capabilities import PREFILL_CHUNK
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.generator import Generator
 from foresay.generation.method import Method
@@ -18,8 +17,8 @@ from foresay.records.profile import Profile
 from foresay.records.recording import Recording
 from foresay_lab.candidates import PAYS, Candidate, is_rough
 from foresay_lab.measure.profile import measure
-from foresay_lab.replay.predict import Expected
-from foresay_lab.tune import BUSY, Tuner, plain_decoding
+from foresay_lab.replay.replay import Expected
+from foresay_lab.tune import BUSY, Tuner, plain_decoding, with_prefill
 
 COLUMNS = (1, 2, 4, 8)
 """Tokens of the passes that are timed."""
@@ -50,17 +49,11 @@ class Gain:
         return self.speed_up * (self.measured / self.predicted if self.measured and self.predicted else 1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """A profile of a few widths, and whether something else took the processors meanwhile."""
+def timed(target: Generator, context: int, probe: int) -> tuple[Profile, str]:
+    """Time passes of COLUMNS tokens over a row of `context` tokens, and the prefill of `probe` tokens.
 
-    profile: Profile
-    busy: str = ""
-    """The sign of a busy machine; empty on a quiet one."""
-
-
-def timed(target: Generator, context: int, probe: int) -> Timed:
-    """Time passes of COLUMNS tokens over a row of `context` tokens, and the prefill of `probe` tokens."""
+    Returns (the profile, the sign of a busy machine: something else took the processors meanwhile; empty on a quiet one).
+    """
     token_s = _prefill_token_s(target, probe)
     began, cpu = perf_counter(), thread_time()
     profile = measure(target, batches=(1,), columns=COLUMNS, contexts=(context,), repeats=7, fills=())
@@ -71,7 +64,7 @@ def timed(target: Generator, context: int, probe: int) -> Timed:
         busy = f"equal passes differ by {spread - 1:.0%}"
     elif share < _BUSY_SHARE and target.target.model.device.type == "cpu":
         busy = f"this process had a processor for {share:.0%} of the time"
-    return Timed(replace(profile, fills=((1, token_s), (PREFILL_CHUNK, PREFILL_CHUNK * token_s))), busy)
+    return with_prefill(profile, token_s), busy
 
 
 def gains(
@@ -131,9 +124,8 @@ def conclusion(found: Sequence[Gain], busy: str = "") -> str:
         text = f"It pays here: the default drafter is {_listed(pays)}{rest}."
     if default.measured is not None and default.predicted is not None:
         rough = ": the prediction is rough" if is_rough(default.measured, default.predicted) else ""
-        text += (
-            f" With the time of prompts: {default.measured:.2f}x measured, {default.predicted:.2f}x predicted{rough}."
-        )
+        speeds = f"{default.measured:.2f}x measured, {default.predicted:.2f}x predicted"
+        text += f" With the time of prompts: {speeds}{rough}."
     for one in others:
         gives = f"gives {one.tokens_per_pass:.2f} tokens a pass, and gains from {one.cost:.2f} on"
         text += f" {one.method.name} {gives}: {one.speed_up:.2f}x."

@@ -76,8 +76,8 @@ def _lines(kind: str) -> list[Any]:
     with working_folder() as folder:
         path = folder / "file"
         if kind == "replays":
-            with open_grid(path, {"batch_size": 1}) as kept:
-                kept.add("r", "d", REPLAY)
+            with open_grid(path, {"batch_size": 1}) as (_, append):
+                append({"recording": "r", "digest": "d", **REPLAY})
         else:
             of_results = ({"model": "tiny", "seeds": [1]}, {"time": "now", "machine": {"cores": 2}})
             with recording_writer(path, HEADER) if kind == "recording" else results_writer(path, *of_results) as writer:
@@ -238,8 +238,8 @@ def _read_memory(path: Path) -> None:
 
 
 def _read_replays(path: Path) -> None:
-    with open_grid(path / "file", {"batch_size": 1}) as kept:
-        assert all(isinstance(name, str) for key in kept.there for name in key)
+    with open_grid(path / "file", {"batch_size": 1}) as (there, _):
+        assert all(isinstance(name, str) for key in there for name in key)
 
 
 FORMATS: dict[str, Format] = {

@@ -35,7 +35,7 @@ def written(target: LoadedModel, count: int, seed: int = 0, new: int = NEW) -> l
     prompts = [torch.randint(1, VOCAB, (3 + i % 6,), generator=generator).tolist() for i in range(count)]
     outputs, _, _ = run(target.model, prompts, SamplingParams(max_new_tokens=new, ignore_eos=True), gamma=0)
     return [
-        Text(np.array(prompt + output, dtype=np.int64), len(prompt), True)
+        Text(np.array(prompt + output, dtype=np.int64), len(prompt))
         for prompt, output in zip(prompts, outputs, strict=True)
     ]
 

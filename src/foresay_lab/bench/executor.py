@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from foresay.generation.generator import Generator
@@ -46,11 +47,8 @@ class BenchPlan:
         return replace(self.blocks[block], method=runner_name)
 
     def turns(self) -> Iterator[tuple[int, Turn]]:
-        """Yield (block, turn) in the order of execution."""
-        for block in range(len(self.blocks)):
-            for repeat in range(self.repeats):
-                for name in self.runner_names:
-                    yield block, (repeat, name)
+        """Return (block, turn) of all turns in the order of execution."""
+        return product(range(len(self.blocks)), product(range(self.repeats), self.runner_names))
 
 
 class BenchExecutor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from foresay.checks import check_int
@@ -32,12 +33,10 @@ class BenchSettings:
     def __post_init__(self) -> None:
         if not self.datasets or any(not requests for requests in self.datasets.values()):
             raise ConfigError("need at least one prompt each", param="datasets")
-        for name, value in (
-            ("repeats", self.repeats),
-            ("between", self.between),
-            *(("batch_size", b) for b in self.batch_sizes),
-        ):
-            check_int(name, value, 1)
+        check_int("repeats", self.repeats, 1)
+        check_int("between", self.between, 1)
+        for size in self.batch_sizes:
+            check_int("batch_size", size, 1)
         if any(params.processors for params in self.params):
             raise ConfigError("cannot be stored in a results file; run without them", param="processors")
         names = [sampling_name(params) for params in self.params]
@@ -48,10 +47,8 @@ class BenchSettings:
 
     def blocks(self) -> Iterator[PromptBlock]:
         """Yield a block for every combination of sampling, data set and batch size."""
-        for params in self.params:
-            for name, requests in self.datasets.items():
-                for size in self.batch_sizes:
-                    yield PromptBlock(name, requests, size, params)
+        for params, (name, requests), size in product(self.params, self.datasets.items(), self.batch_sizes):
+            yield PromptBlock(name, requests, size, params)
 
     def header(self, target: Generator) -> dict[str, Any]:
         """Return the settings that must be equal to resume a file. Methods, engines and repeats may be added."""

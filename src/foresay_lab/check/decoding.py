@@ -25,7 +25,7 @@ from foresay.spec.expressions import Call, parse, to_expression
 from foresay.spec.recipes import read_drafter, read_length
 from foresay.text.tokenizer import tokenizer_fingerprint
 from foresay.version import __version__
-from foresay_lab.check.result import CheckResult, Counts
+from foresay_lab.check.compare import CheckResult, Counts
 from foresay_lab.measure import live_run
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,14 +9,11 @@ from foresay.cli.command import Given
 from foresay.cli.common import check_folder, load_generator
 from foresay.cli.progress import advancing
 from foresay.errors import ConfigError
-from foresay.files import atomic_write
 from foresay.lengths.acceptance_head import AcceptanceHead
-from foresay.records.provenance import provenance
 from foresay.records.recording import Recording, read_params
 from foresay_lab.training.acceptance import AcceptancePlan, Calibration, evaluate_acceptance, train_acceptance
 from foresay_lab.training.accepted import Examples, collect, load_examples, split_examples
-
-NOTE = "foresay.json"
+from foresay_lab.training.distil import NOTE, write_note
 
 
 def make(given: Given) -> Iterator[str]:
@@ -43,9 +39,7 @@ def make(given: Given) -> Iterator[str]:
         head = train_acceptance(learn, plan, lambda share, note: advance(round(100 * share), 100, note))
     head.save(folder)
     note = {"made_by": "foresay distill --kind acceptance", "data": str(data), "tokens": len(learn)}
-    note |= {"rejection_weight": given.rejection_weight, "provenance": provenance()}
-    with atomic_write(folder / NOTE) as whole:
-        whole.write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+    write_note(folder, note | {"rejection_weight": given.rejection_weight})
     yield str(folder)
     if found:
         yield f"  {found} files of data from an earlier run"

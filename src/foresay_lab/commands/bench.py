@@ -31,7 +31,7 @@ from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN as BASELINE
 from foresay.generation.method import distinct, methods
 from foresay.models.hardware import Hardware
-from foresay.records.results import Results, Run, median_and_spread, merged
+from foresay.records.results import Results, Run
 from foresay.text.formatting import NOISE, REASON, percent
 from foresay_lab.bench.bench import Progress, bench
 from foresay_lab.bench.settings import BenchSettings
@@ -42,6 +42,7 @@ from foresay_lab.commands.options import items, source_name
 from foresay_lab.data.datasets import SHIPPED
 from foresay_lab.data.requests import PromptRequest, RequestBuilder
 from foresay_lab.report.figures import check_matplotlib
+from foresay_lab.report.page import COLUMNS
 from foresay_lab.report.report import PAGE, read_report, write
 from foresay_lab.report.table import rows
 from foresay_lab.tune import DRAFTERS as COMPARED
@@ -150,35 +151,25 @@ def _running() -> Iterator[Callable[[Progress], None]]:
 
 def show(results: Results) -> int:
     """Print the table. Return 1 if an exact method's output differs from plain decoding's, or if nothing could be run."""
-    lines, wrong = [], []
-    noise = {row.cell for row in rows(results) if row.is_noise}
+    lines, wrong, table = [], [], {row.cell: row for row in rows(results)}
     for cell, runs in results.by_cell().items():
-        rates = median_and_spread(run.tokens_per_s for run in runs)
-        gains = [run.speed_up for run in runs if run.speed_up is not None]
-        stats = merged(run.stats for run in runs if run.stats)
+        row, stats = table[cell], table[cell].stats
         different = [run for run in runs if run.identical is False]
-        if different and runs[0].stats and runs[0].exact:
+        if different and stats and row.exact:
             wrong.append(cell)
+        speed_up = NOISE * row.is_noise + gain(*row.speed_up) if row.speed_up else ""
         lines.append(
             [
-                cell.method,
-                cell.dataset,
-                str(cell.batch_size),
-                cell.sampling,
-                f"{rates[0]:.1f}",
-                "1x"
-                if cell.method == BASELINE
-                else NOISE * (cell in noise) + gain(*median_and_spread(gains))
-                if gains
-                else "",
-                f"{stats.block_efficiency:.2f}" if stats.num_passes else "",
-                percent(stats.draft_utilization),
-                "" if runs[0].identical is None else different[0].note.partition(" outputs")[0] if different else "yes",
+                *(COLUMNS[name](row) for name in ("method", "data set", "batch", "sampling", "tokens/s")),
+                "1x" if cell.method == BASELINE else speed_up,
+                f"{stats.block_efficiency:.2f}" if stats and stats.num_passes else "",
+                percent(stats.draft_utilization if stats else None),
+                "" if row.identical is None else different[0].note.partition(" outputs")[0] if different else "yes",
             ]
         )
     headings = ["method", "prompts", "batch", "sampling", "tokens/s", "speed-up", "per pass", "used", "identical"]
     show_table(headings, lines, drop=("prompts", "batch", "sampling"))
-    if noise:
+    if any(row.is_noise for row in table.values()):
         click.echo(REASON)
     for failure in {(one.cell, one.error) for one in results.failures}:
         click.echo(f"failed: {failure[0]}: {failure[1]}")

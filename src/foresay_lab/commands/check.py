@@ -10,15 +10,14 @@ import click
 
 from foresay.checks import check_float
 from foresay.cli.command import Given
-from foresay.cli.common import load_generator
+from foresay.cli.common import check_output, load_generator
 from foresay.cli.progress import advancing
 from foresay.cli.tables import show_table
 from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
 from foresay.records.recording import Recording
 from foresay_lab.check import compare, decoding
-from foresay_lab.check.compare import Change, Check
-from foresay_lab.check.result import CheckResult, Counts
+from foresay_lab.check.compare import Change, Check, CheckResult, Counts
 
 
 def run(given: Given) -> int:
@@ -62,14 +61,10 @@ def run(given: Given) -> int:
 
 def _check_save(save: Path | None, against: Path | None) -> None:
     """Raise ConfigError for a file that could not be written in the end, or would replace what it is compared with."""
-    if save is None:
-        return
-    if save.is_dir():
-        raise ConfigError("is a folder; name a file", param="save", value=save)
-    if not save.parent.is_dir():
-        raise ConfigError(f"is in the folder {str(save.parent)!r}, which does not exist", param="save", value=save)
-    if against is not None and save.resolve() == against.resolve():
-        raise ConfigError("is the file of --against, too; name another one", param="save", value=save)
+    if save is not None:
+        check_output(save, force=True, name="save")
+        if against is not None and save.resolve() == against.resolve():
+            raise ConfigError("is the file of --against, too; name another one", param="save", value=save)
 
 
 def _loaded(given: Given, recorded: Recording) -> Generator:

@@ -6,7 +6,7 @@ Owns the options and which kinds they apply to; `prune`, `ngram` and `acceptance
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from foresay_lab.commands.train import APPLIES
 from foresay_lab.training.corpus import CorpusReader
 from foresay_lab.training.curves import draw_curves, read_log
 from foresay_lab.training.distil import NOTE, distil, distil_model
-from foresay_lab.training.fitting import CHECKPOINT, LOG, Plan, Report
+from foresay_lab.training.fitting import CHECKPOINT, LOG, Fitting, Plan
 from foresay_lab.training.losses import Objective
 from foresay_lab.training.new_drafts import BLOCK_SIZE, DraftShape, kind_of, new_draft, resumed_draft
 from foresay_lab.training.new_drafts import KINDS as ON_HIDDEN_STATES
@@ -83,10 +83,7 @@ def _check(given: Given) -> None:
         if getattr(given, name) is not None and given.kind != "pruned":
             check_int(name, getattr(given, name), least, most)
     if given.kind not in (*MAKERS, MODEL) and given.start:
-        fixed = (
-            *_SHAPE,
-            *(["vocabulary_size"] if given.kind in (BLOCK, DFLASH2) else []),
-        )  # a head's weights do not depend on it
+        fixed = _SHAPE if given.kind == HEAD else (*_SHAPE, "vocabulary_size")  # a head's weights do not depend on it
         if given_too := [given.typed[name] for name in fixed if name in given.typed]:
             raise ConfigError(f"sets the shape; drop {given_too[0]}", param="--from")
     if given.kind == MODEL and given.draft is None:
@@ -104,48 +101,43 @@ def _trained(given: Given) -> Iterator[str]:
     named = ("minutes", "batch_tokens", "accumulate", "evaluate_minutes", "precision", "seed")
     epochs = 1.0 if given.epochs is None else given.epochs
     plan = Plan(epochs=epochs, rate=given.learning_rate, **{name: getattr(given, name) for name in named})
-    objective = Objective.parse(
-        given.loss or ("forward_kl" if given.kind == MODEL else ON_HIDDEN_STATES[given.kind].loss)
-    )
+    usual = "forward_kl" if given.kind == MODEL else ON_HIDDEN_STATES[given.kind].loss
+    objective = Objective.parse(given.loss or usual)
     if given.tensorboard and not is_tensorboard_available():  # accelerate would log nothing, without a word
         raise ConfigError("needs tensorboard: pip install 'foresay[train]'", param="tensorboard")
-    layers = _layers(given.hidden_layers)
+    given.hidden_layers = _layers(given.hidden_layers)
     check_folder(given.output, (NOTE, LOG, CHECKPOINT))
     with loading("Loading") if is_first() else nullcontext():
         target = load_model(target_name(given.model), load_options(given, device=own_device(given.device)))
     learn, rest = split(_texts(target, given), given.held_out)
-    tokens = sum(one.size for one in learn)
     note = {
         "from": given.start,
         "outputs": list(map(str, given.outputs)),
         "text": list(given.text),
         "texts": len(learn),
+        "tokens": sum(one.size for one in learn),
     }
-    with _progress() as on_progress:
+    with advancing("Distilling") as advance:
         report = (_train_model if given.kind == MODEL else _train_draft)(
             target,
             given,
-            layers,
             (learn, rest, plan, objective, given.output),
             states=given.states,
-            note=note | {"tokens": tokens},
+            note=note,
             tracker="tensorboard" if given.tensorboard else None,
-            on_progress=on_progress,
+            on_progress=lambda stage, share, note: advance(round(100 * share), 100, f"{stage}: {note}"),
         )
     if is_first():
         yield from _summary(given, report, learn)
 
 
-Layers = tuple[int, ...] | None
-
-
-def _train_draft(target: LoadedModel, given: Given, layers: Layers, data: tuple[Any, ...], **more: Any) -> Report:
+def _train_draft(target: LoadedModel, given: Given, data: tuple[Any, ...], **more: Any) -> Fitting:
     if given.start:
         tokens = None if given.vocabulary_size is None else (data[0], given.vocabulary_size)
         draft = resumed_draft(target, _started(given.start, given.kind), tokens)
     else:
         shape = DraftShape(
-            hidden_layers=layers,
+            hidden_layers=given.hidden_layers,
             vocabulary_size=given.vocabulary_size,
             feed_forward=given.feed_forward,
             own_head=given.own_output_layer,
@@ -166,7 +158,7 @@ def _started(name: str, kind: str) -> StoredDraft:
     return draft
 
 
-def _train_model(target: LoadedModel, given: Given, layers: Layers, data: tuple[Any, ...], **more: Any) -> Report:
+def _train_model(target: LoadedModel, given: Given, data: tuple[Any, ...], **more: Any) -> Fitting:
     weights, tokenizer = load_weights(given.draft, load_options(given, device=own_device(given.device)))
     check_vocabularies(target.tokenizer, tokenizer, (target.name, given.draft))
     tokens = None if given.vocabulary is None else _kept_tokens(target, given.vocabulary, given.vocabulary_size)
@@ -203,14 +195,7 @@ def _texts(target: LoadedModel, given: Given) -> list[Text]:
     return out
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[str, float, str], None]]:
-    """Show a progress bar for each stage."""
-    with advancing("Distilling") as advance:
-        yield lambda stage, share, note: advance(round(100 * share), 100, f"{stage}: {note}")
-
-
-def _summary(given: Given, report: Report, learn: Sequence[Text]) -> Iterator[str]:
+def _summary(given: Given, report: Fitting, learn: Sequence[Text]) -> Iterator[str]:
     folder = given.output
     lines = read_log(folder)
     best = lines[report.state.best_step]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from foresay.models.drafts.block_config import BlockConfig
 from foresay.models.drafts.config import DraftConfig
 from foresay.models.drafts.files import LAYOUTS, WEIGHTS, read_config, write_draft
 from foresay.models.drafts.kinds import kind_of
-from foresay.models.huggingface.causal import CausalModel
 from foresay.models.sources import hub
 from foresay.models.sources.base_models import hub_names
 from foresay.models.sources.drafts import load_draft
@@ -30,7 +29,7 @@ from foresay.models.sources.loading import load_model
 from foresay.models.sources.packaged import packaged_head
 from foresay.models.sources.published import LICENSE, REPOSITORY
 from foresay.records.results import Results
-from foresay_lab.report.card import CardFacts, model_card
+from foresay_lab.report.card import model_card
 from foresay_lab.training.distil import NOTE
 from foresay_lab.training.new_drafts import causal
 
@@ -61,20 +60,20 @@ def run(given: Given) -> int:
         target=given.verifier or found.config.target or target.name,
         target_architectures=(type(whole.model).__name__,),
     )
+    tokens = torch.arange(whole.vocab_size, device=whole.device)
     folder.mkdir(parents=True, exist_ok=True)
     write_draft(
         dataclasses.replace(found, config=config),
         folder,
         layout="plain" if is_block else LAYOUTS[layout],
         lm_head=target_rows(whole, found.token_ids),
-        embeddings=_embeddings(whole, found.config) if is_block else None,
+        embeddings=embeddings_of(whole, found.config)(tokens) if is_block else None,
     )
     click.echo(folder)
-    click.echo(
-        f"  reads layers {', '.join(map(str, layers))} of {config.target}, proposes {config.draft_vocab_size:,} tokens"
-    )
+    read = ", ".join(map(str, layers))
+    click.echo(f"  reads layers {read} of {config.target}, proposes {config.draft_vocab_size:,} tokens")
     if card is not None:
-        (folder / CARD).write_text(model_card(_facts(given, config, folder, **card)), encoding="utf-8")
+        (folder / CARD).write_text(_card(given, config, folder, **card), encoding="utf-8")
         click.echo(f"  published for {card['base']}: {_pushed(given.push, folder)}")
     return 0
 
@@ -107,17 +106,15 @@ def _checked_card(given: Given) -> dict[str, Any] | None:
     return {"base": bases[0], "note": note, "results": None if given.results is None else Results.load(given.results)}
 
 
-def _facts(
+def _card(
     given: Given, config: DraftConfig, folder: Path, *, base: str, note: Mapping[str, Any], results: Results | None
-) -> CardFacts:
-    name = config.DRAFTER
-    layers: Sequence[int] = config.hidden_layers or ()
-    return CardFacts(
+) -> str:
+    return model_card(
         repo=given.push,
         base_model=base,
-        kind=kind_of(read_config(folder)) or name,
-        drafter=f"hybrid(suffix, {name}({given.push}))",
-        layers=layers,
+        kind=kind_of(read_config(folder)) or config.DRAFTER,
+        drafter=f"hybrid(suffix, {config.DRAFTER}({given.push}))",
+        layers=config.hidden_layers or (),
         draft_tokens=config.draft_vocab_size,
         weight_bytes=(folder / WEIGHTS).stat().st_size,
         license=given.license,
@@ -144,9 +141,3 @@ def _pushed(repo: str, folder: Path) -> str:
         text = f"failed: the hub did not take it: {error}; the draft is in {str(folder)!r}"
         raise ConfigError(text, param="push", value=repo) from error
     return f"https://huggingface.co/{repo}"
-
-
-def _embeddings(target: CausalModel, config: DraftConfig) -> torch.Tensor:
-    """The target's embeddings as a draft reads them, [V, H], which are included in block drafters."""
-    out: torch.Tensor = embeddings_of(target, config)(torch.arange(target.vocab_size, device=target.device))
-    return out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -20,15 +19,12 @@ from foresay.cli.progress import advancing, loading
 from foresay.errors import ConfigError
 from foresay.files import usual_modes, work_folder, writing
 from foresay.models.sources.loading import load_weights
-from foresay.models.sources.transformers_errors import quiet_transformers
-from foresay.records.provenance import provenance
 from foresay_lab.data.datasets import load_items
 from foresay_lab.training.corpus import CorpusReader
+from foresay_lab.training.distil import NOTE, save_model, write_note
 from foresay_lab.training.importance import Importance, measure
 from foresay_lab.training.prune import Shape, choose_kept, layers_to_keep, pruned
 
-NOTE = "foresay.json"
-"""File in the folder that records how it was made."""
 _LENGTH = 512
 """Tokens measured at a time."""
 Measure = Callable[[], Importance]
@@ -55,7 +51,6 @@ def make(given: Given) -> Iterator[str]:
         "layers_kept": list(cut.layers),
         "shape": dataclasses.asdict(cut.shape),
         "measured_on": cut.importance and {"files": text or "shipped prompts", "tokens": cut.importance.num_tokens},
-        "provenance": provenance(),
     }
     _write(folder, cut.model, tokenizer, note)
     yield str(folder)
@@ -118,10 +113,8 @@ def _measured(model: Any, tokenizer: Any, reader: CorpusReader | None, tokens: i
 def _texts(reader: CorpusReader | None) -> Iterator[str]:
     """Documents, the large ones in pieces."""
     if reader is None:
-        yield from (item.prompt for item in load_items() if isinstance(item.prompt, str))
-        return
-    for piece in reader.pieces():
-        yield piece.text
+        return (item.prompt for item in load_items() if isinstance(item.prompt, str))
+    return (piece.text for piece in reader.pieces())
 
 
 def _batches(texts: Iterator[str], tokenizer: Any, tokens: int) -> Iterator[torch.Tensor]:
@@ -157,11 +150,8 @@ def _write(folder: Path, model: Any, tokenizer: Any, note: dict[str, Any]) -> No
     folder = folder.resolve()
     with writing(folder), work_folder(folder.name, folder.parent) as work:
         made = work / folder.name
-        with quiet_transformers():
-            model.save_pretrained(made)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(made)
-        (made / NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+        save_model(model, tokenizer, made)
+        write_note(made, note)
         usual_modes(made)
         if folder.exists():
             shutil.rmtree(folder)

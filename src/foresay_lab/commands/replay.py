@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ from foresay.text.formatting import percent
 from foresay_lab.commands import sharing
 from foresay_lab.commands.options import items
 from foresay_lab.data.requests import RequestBuilder
-from foresay_lab.replay.grid import Cell, ReplaySettings, digest_of, open_grid, replay_method, token_only_resources
+from foresay_lab.replay.grid import ReplaySettings, digest_of, open_grid, replay_method, token_only_resources
 from foresay_lab.replay.recording_match import prompt_mismatch_warning
 from foresay_lab.tune import DRAFTERS as COMPARED
 
+Cell = tuple[int, Method]
+"""The index of a recording, and a method that is replayed on it."""
 FORMATS = tuple(one.name for one in opt.READING if one.name != "threads")
 """Options of the model, which has to be loaded for them to have an effect."""
 
@@ -47,17 +50,19 @@ def run(given: Given) -> int:
     measured: dict[str, Any] = {"batch_size": given.batch_size, "profile": given.profile and str(given.profile)}
     measured |= {"costs": costs or None, "target_cost": target_cost or None}
     digests = [digest_of(name) for name in names]
-    cells = {i: Cell(i // len(named), named[i % len(named)]) for i in range(len(names) * len(named))}
+    cells = dict(enumerate(product(range(len(names)), named)))
+    keys = {i: (digests[number], method.name) for i, (number, method) in cells.items()}
     seen: list[Recording] = []
-    with open_grid(given.output, _same(measured, given)) as grid:
-        found = {i: grid.there[key] for i, cell in cells.items() if (key := cell.key(digests)) in grid.there}
+    with open_grid(given.output, _same(measured, given)) as (there, append):
+        found = {i: there[key] for i, key in keys.items() if key in there}
         missing = {i: cell for i, cell in cells.items() if i not in found}
         if sharing.wanted(given) and missing:
             done = _shared(names, missing, measured, given, seen)
         else:
             done = _alone(missing, ReplaySettings.read(**measured), given, seen)
         for i, facts in done:
-            found[i] = grid.add(names[cells[i].recording], cells[i].key(digests)[0], facts)
+            found[i] = {"recording": os.path.basename(names[cells[i][0]]), "digest": keys[i][0], **facts}
+            append(found[i])
     lines = [found[i] for i in sorted(found)]
     if given.json:
         for line in lines:
@@ -83,14 +88,14 @@ def _alone(
     """Compute the cells one after the other in this process. seen: list that gets the recordings read."""
     use_threads(given.threads)
     for number, path in enumerate(given.recording):
-        some = {i: cell for i, cell in cells.items() if cell.recording == number}
+        some = {i: method for i, (recording, method) in cells.items() if recording == number}
         if not some:
             continue
-        resources, recorded = open_recording(path, [cell.method for cell in some.values()], given)
+        resources, recorded = open_recording(path, list(some.values()), given)
         seen.append(recorded)
-        for i, cell in some.items():
-            with loading(f"Replaying {cell.method.name}"):
-                facts = replay_method(cell.method, recorded, resources, measures)
+        for i, method in some.items():
+            with loading(f"Replaying {method.name}"):
+                facts = replay_method(method, recorded, resources, measures)
             yield i, facts
 
 
@@ -108,7 +113,7 @@ def _shared(
     setup = {"kind": "replay", "load": load, "recordings": [os.path.abspath(name) for name in names], **measured}
     paths = {name: measured[name] for name in ("profile", "costs")}
     setup |= {name: os.path.abspath(path) for name, path in paths.items() if path and Path(path).exists()}
-    tasks = {i: {"recording": cell.recording, "method": asdict(cell.method)} for i, cell in cells.items()}
+    tasks = {i: {"recording": number, "method": asdict(method)} for i, (number, method) in cells.items()}
     with sharing.pool(given, setup) as pool, advancing("Replaying") as advance:
         for done, (i, facts) in enumerate(pool.run(tasks), 1):
             advance(done, len(tasks))
@@ -149,15 +154,11 @@ def open_recording(path: Path, named: Sequence[Method], given: Given) -> tuple[R
     prompts = [one.token_ids for one in RequestBuilder(generator, chat=not given.raw).first(items(given))]
     recorded = Recording.load(path, prompts=prompts)
     if len(recorded.records) < len(prompts):
-        _warn(f"{path}: {len(recorded.records)} outputs and {len(prompts)} prompts; the first prompts are used")
+        note(f"foresay: {path}: {len(recorded.records)} outputs and {len(prompts)} prompts; the first prompts are used")
     if (why := prompt_mismatch_warning(recorded, generator)) is not None:
-        _warn(f"{path}: {why}")
+        note(f"foresay: {path}: {why}")
         recorded = replace(recorded, settings={**recorded.settings, "doubt": why})
     return generator.resources, recorded
-
-
-def _warn(text: str) -> None:
-    note(f"foresay: {text}")
 
 
 def _show(lines: list[dict[str, Any]], recordings: Sequence[Recording], *, several: bool) -> None:

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from time import perf_counter
 from typing import Any
 
+from foresay.checks import check_int
 from foresay.cli.command import Given
 from foresay.cli.common import check_threads, load_arguments
 from foresay.cli.generate import show_output, show_speed
 from foresay.cli.progress import advancing, loading
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
-from foresay_lab.workers.pool import Backend, Pool, check_workers, in_order
+from foresay_lab.workers.pool import Backend, Pool, in_order
 
 
 def wanted(given: Given) -> bool:
@@ -25,7 +26,7 @@ def wanted(given: Given) -> bool:
 
 def pool(given: Given, setup: dict[str, Any]) -> Pool:
     """Start the workers."""
-    count = check_workers(given.workers)
+    count = check_int("--workers", given.workers, 1, 1024)
     check_threads(given.threads)
     backend: Backend
     if given.ray:

@@ -22,7 +22,7 @@ from foresay.records.recording import Recording
 from foresay.spec.recipe import Resources
 from foresay.spec.recipes import read_drafter, read_length, read_rule
 from foresay_lab.commands.replay import check_used, is_printed, open_recording
-from foresay_lab.replay.arrivals import bursts, from_trace, poisson
+from foresay_lab.replay.arrivals import bursts, from_trace
 from foresay_lab.replay.simulate import LatencyTargets, SimulatedLoad, highest_rate, replicas, simulate
 
 _LOWEST = 1e-3
@@ -73,14 +73,7 @@ def _loads(given: Given) -> list[tuple[str, Sequence[float]]]:
         rates = [float(part) for part in given.rate.split(",")]
     except ValueError:
         raise ConfigError("must be numbers and commas, such as 0.5,1,2", param="rate", value=given.rate) from None
-    return [(f"{one:g}/s", _at(one, given)) for one in rates]
-
-
-def _at(rate: float, given: Given) -> list[float]:
-    """Return the arrival times at a rate in requests per second."""
-    if given.burst == 1:
-        return poisson(rate, given.requests, given.seed)
-    return bursts(rate, given.requests, given.burst, given.seed)
+    return [(f"{one:g}/s", bursts(one, given.requests, given.burst, given.seed)) for one in rates]
 
 
 Simulated = Callable[[Method, Sequence[float]], SimulatedLoad]
@@ -115,9 +108,8 @@ def _highest(simulated: Simulated, method: Method, targets: LatencyTargets, give
     """Highest rate of a method within the targets, and the engines that --total-rate needs."""
     full = simulated(method, [0.0] * given.requests)
     full_rate = len(full.requests) / full.seconds  # the throughput of a full batch is an upper bound
-    found = highest_rate(
-        lambda rate: simulated(method, _at(rate, given)), targets, low=full_rate * _LOWEST, high=full_rate
-    )
+    at = lambda rate: simulated(method, bursts(rate, given.requests, given.burst, given.seed))  # noqa: E731
+    found = highest_rate(at, targets, low=full_rate * _LOWEST, high=full_rate)
     out: dict[str, Any] = {"method": method.name, "highest_rate": found}
     if given.total_rate is not None:
         out |= {"replicas": replicas(given.total_rate, found), "total_rate": given.total_rate}

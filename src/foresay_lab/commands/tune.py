@@ -39,7 +39,7 @@ from foresay_lab.candidates import Tuning, is_rough, pick, with_draft
 from foresay_lab.commands.options import DATA, items, source_name
 from foresay_lab.data.items import PromptItem
 from foresay_lab.data.requests import RequestBuilder
-from foresay_lab.replay.record import Progress, header, record_until
+from foresay_lab.replay.record import header, record_until
 from foresay_lab.tune import BUSY, Tuner
 from foresay_lab.tune import DRAFTERS as COMPARED
 from foresay_lab.tune import LENGTHS as TRIED
@@ -119,11 +119,8 @@ def _recorded(
     same = json.dumps({**begun, "provenance": _files(Path(target.target.name).expanduser())}, sort_keys=True)
     path = cache_dir() / "tune" / f"{sha256(same.encode()).hexdigest()[:16]}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-
-    def progress(found: Progress) -> None:
-        report(f"recording outputs: {found.done}")
-
-    return record_until(target, prompts, path, params, chat=chat, step=step, end=end, on_progress=progress), path
+    show = lambda found: report(f"recording outputs: {found.done}")  # noqa: E731
+    return record_until(target, prompts, path, params, chat=chat, step=step, end=end, on_progress=show), path
 
 
 def _files(model: Path) -> list[tuple[str, int, int]]:
@@ -199,9 +196,8 @@ def _answer(tuning: Tuning, batch_size: int, target: Generator, prompts: str, gi
         click.echo(f"{best.candidate.method.name}: {best.speed_up:.2f}x plain decoding at batch {batch_size}.")
     else:
         click.echo(f"Nothing gains here, and the default costs nothing ({best.speed_up:.2f}x).")
-    is_wanted = (
-        given.latency is not None or given.output.exists() or {"output", *loaded_values(given)} & given.typed.keys()
-    )
+    typed = {"output", *loaded_values(given)} & given.typed.keys()
+    is_wanted = given.latency is not None or given.output.exists() or typed
     if best is not None and best.candidate.is_default and not is_wanted:
         click.echo(f"Keep the default: foresay serve {model} (it needs no settings file; --output FILE writes one)")
         return

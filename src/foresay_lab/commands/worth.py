@@ -48,14 +48,13 @@ def run(given: Given) -> int:
     recording = _recorded(target, prompts, kinds, began + _RECORDED * seconds)
     with loading("Timing passes, replaying methods"):
         lengths = sorted(len(one.prompt) + len(one.output) // 2 for one in recording.records)
-        timed = worth.timed(target, lengths[len(lengths) // 2], _PROBE)
+        profile, busy = worth.timed(target, lengths[len(lengths) // 2], _PROBE)
         limit = began + _PREDICTED * seconds
-        found = worth.gains(target, recording, timed.profile, methods, lambda: monotonic() < limit)
-    busy = timed.busy
+        found = worth.gains(target, recording, profile, methods, lambda: monotonic() < limit)
     if not busy:
         with loading(f"Running {found[0].method.name} live"):
             end = monotonic() + _LIVE * (began + seconds - monotonic())
-            found[0], busy = worth.run_live(target, recording, timed.profile, found[0], end)
+            found[0], busy = worth.run_live(target, recording, profile, found[0], end)
     _show(target, found, busy, typed_loading(given), as_json=given.json)
     return 0
 

@@ -1,15 +1,18 @@
 """One prompt of a data set, and its conversion to the input of a tokenizer.
 
-Owns the items, their turns, and transcripts of messages. Knows neither files nor models.
+Owns the items, their turns and order, and transcripts of messages. Knows neither files nor models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from foresay.errors import ConfigError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,16 @@ def transcript(messages: Sequence[Mapping[str, str]]) -> str:
     """
     lines = [f"{message['role'].capitalize()}: {message['content']}" for message in messages]
     return "\n\n".join([*lines, "Assistant:"])
+
+
+def in_turns(values: Sequence[T], group: Callable[[T], Hashable]) -> list[T]:
+    """Order values: the first of every group, then the second of every group, and so on."""
+    seen: Counter[Hashable] = Counter()
+    turns = []
+    for value in values:
+        turns.append(seen[group(value)])
+        seen[group(value)] += 1
+    return [value for _, value in sorted(zip(turns, values, strict=True), key=lambda pair: pair[0])]
 
 
 def _user(text: str) -> Mapping[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,13 +95,9 @@ def digest(requests: Sequence[PromptRequest]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def changed_params(params: SamplingParams) -> Mapping[str, Any]:
-    """Return the sampling parameters that differ from their defaults, for a file's header."""
-    default = SamplingParams()
-    names = [f.name for f in dataclasses.fields(params)]
-    return {n: getattr(params, n) for n in names if getattr(params, n) != getattr(default, n)}
-
-
 def recorded_params_of(params: SamplingParams) -> dict[str, Any]:
-    """Return the changed sampling parameters and always max_new_tokens, which every reader of a file needs."""
-    return {**changed_params(params), "max_new_tokens": params.max_new_tokens}
+    """Return the sampling parameters that differ from their defaults, and max_new_tokens, which every reader of a file needs."""
+    default = SamplingParams()
+    names = [one.name for one in dataclasses.fields(params)]
+    changed = {name: getattr(params, name) for name in names if getattr(params, name) != getattr(default, name)}
+    return {**changed, "max_new_tokens": params.max_new_tokens}

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from foresay.decoding.randomness import derive
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Stats
 from foresay.engine.chunked_prefill import OFFLINE_WAIT_S
 from foresay.errors import ForesayError
 from foresay.generation.generator import Generator
 from foresay.generation.result import Generation
+from foresay.generation.session import seeded
 from foresay.records.results import PromptResult
 from foresay_lab.data.requests import PromptRequest
 
@@ -54,12 +54,8 @@ class LiveRun:
 
 def run_live(generator: Generator, requests: Sequence[PromptRequest], params: SamplingParams) -> LiveRun:
     """Decode every request and time the run. Each sampled request has its own seed as in `generate`, equal in every run."""
-    asks = []
-    for index, request in enumerate(requests):
-        seed = params.seed or 0
-        one = params if params.greedy else dataclasses.replace(params, seed=derive(seed, index) if index else seed)
-        asks.append((request.id, request.token_ids, one))
-    return decode(generator, asks)
+    params = params if params.greedy else dataclasses.replace(params, seed=params.seed or 0)
+    return decode(generator, [(one.id, one.token_ids, seeded(params, index)) for index, one in enumerate(requests)])
 
 
 def decode(

@@ -28,6 +28,7 @@ from foresay.drafters.stateless import Stateless
 from foresay.engine import Engine
 from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
+from foresay.lengths import ConstantLength
 from foresay.records.profile import FILLED_TOGETHER, Profile, Timing, profile_path
 from foresay.records.provenance import machine
 
@@ -53,21 +54,11 @@ class RandomDrafter(Stateless):
         return Proposal(tokens.to(self._device), list(budget))
 
 
-class _Stepwise(LengthPolicy):
-    """A policy that drafts `count` tokens per row; `count` is set before each timed step."""
-
-    remembers = False
-    count = 0
-
-    def budget(self, rows: Rows) -> list[int]:
-        return [self.count] * len(rows)
-
-
 class _Bench:
     """An engine with `batch` rows of about `context` tokens, whose steps are timed."""
 
     def __init__(self, target: LanguageModel, drafter: Drafter, batch: int, context: int, steps: int) -> None:
-        self.policy = _Stepwise()
+        self.policy = ConstantLength(0)
         self.engine = Engine(target, drafter, Speculative(), self.policy, max_batch_size=batch)
         numbers = random.Random(batch * 10007 + context)
         for _ in range(batch):
@@ -79,7 +70,7 @@ class _Bench:
 
     def step(self, count: int) -> tuple[float, float]:
         """Run a step with drafts of `count` tokens. Return (seconds of drafting, seconds of the rest)."""
-        self.policy.count = count
+        self.policy.num_draft_tokens = count
         start = perf_counter()
         steps = self.engine.step()
         seconds = perf_counter() - start
@@ -161,9 +152,8 @@ def _check(batches: Sequence[int], columns: Sequence[int], contexts: Sequence[in
 
 
 def _time_widths(target: Any, batch: int, widths: Sequence[int], context: int, repeats: int) -> list[Timing]:
-    bench = _Bench(
-        target, RandomDrafter(target.vocab_size, target.device), batch, context, (repeats + _WARM_UP) * len(widths)
-    )
+    drafter = RandomDrafter(target.vocab_size, target.device)
+    bench = _Bench(target, drafter, batch, context, (repeats + _WARM_UP) * len(widths))
     seconds: dict[int, list[float]] = {width: [] for width in widths}
     for turn in range(repeats + _WARM_UP):
         for width in widths:

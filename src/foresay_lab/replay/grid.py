@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,14 @@ from foresay.json_files import Schema
 from foresay.lengths import ConstantLength
 from foresay.models.recording import RecordingModel
 from foresay.models.sources.wrapping import LoadedModel
-from foresay.records.lines import LineWriter
+from foresay.records.lines import Line, LineWriter
 from foresay.records.profile import Profile
 from foresay.records.provenance import provenance
 from foresay.records.recording import Recording
 from foresay.spec.recipe import Resources
 from foresay.spec.recipes import read_drafter, read_length, read_rule
 from foresay_lab.replay.cost_tables import CostModel, PassCounter, drafter_names, read_costs
-from foresay_lab.replay.predict import expect
-from foresay_lab.replay.replay import Replay, replay
+from foresay_lab.replay.replay import Replay, expect, replay
 
 Span = tuple[float, float | None, float | None]
 """(value, low, high) from `_finite`."""
@@ -53,44 +53,20 @@ def digest_of(path: str | os.PathLike[str]) -> str:
         raise unreadable(path, error) from None
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One method on one recording."""
-
-    recording: int
-    """Index of the recording."""
-    method: Method
-
-    def key(self, digests: Sequence[str]) -> tuple[str, str]:
-        """Return the key in a results file: the digest of the recording and the method's name. digests: by recording index."""
-        return digests[self.recording], self.method.name
-
-
-class ReplayFile:
-    """Replay results by recording and method, stored in a file if one is given."""
-
-    def __init__(self, writer: LineWriter | None) -> None:
-        self._writer = writer
-        lines = [] if writer is None else writer.lines
-        self.there: dict[tuple[str, str], dict[str, Any]] = {(one["digest"], one["method"]): one for one in lines}
-        """Results of earlier runs, by (digest, method)."""
-
-    def add(self, path: str, digest: str, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Append a result and return its line."""
-        line = {"recording": os.path.basename(path), "digest": digest, **facts}
-        if self._writer is not None:
-            self._writer.append(line)
-        return line
-
-
 @contextmanager
-def open_grid(path: str | os.PathLike[str] | None, by: Mapping[str, Any]) -> Iterator[ReplayFile]:
-    """Open or resume a file of replay results. by: settings that must be equal. Raises ConfigError as LineWriter does."""
+def open_grid(
+    path: str | os.PathLike[str] | None, by: Mapping[str, Any]
+) -> Iterator[tuple[Mapping[tuple[str, str], Line], Callable[[Line], None]]]:
+    """Open or resume a file of replay results; None stores nothing. Yields (the earlier results, a function that appends one).
+
+    by: settings that must be equal. The results are by digest of the recording and name of the method. Raises ConfigError as
+    LineWriter does.
+    """
     if path is None:
-        yield ReplayFile(None)
+        yield {}, lambda line: None
         return
     with LineWriter(path, "foresay-replays", 1, {"by": dict(by), "provenance": provenance()}, _REPLAY) as writer:
-        yield ReplayFile(writer)
+        yield {(one["digest"], one["method"]): one for one in writer.lines}, writer.append
 
 
 class _Replay(BaseModel):
@@ -150,42 +126,32 @@ def replay_method(method: Method, recorded: Recording, resources: Resources, by:
     return _results(method, done, recorded, by) | _swi(done, by, {} if counter is None else counter.passes)
 
 
-@dataclass(slots=True)
-class Grid:
-    """Methods x recordings. Each cell is one call; recordings and models are loaded once."""
+def replayer(setup: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Return a function that performs a task {recording: index, method: {drafter, length, rule}}.
 
-    paths: Sequence[str]
-    loading: Mapping[str, Any]
-    """Arguments of `foresay.load` for the target, for drafters that need it."""
-    by: ReplaySettings
-    _recordings: dict[int, Recording] = field(default_factory=dict)
-    _resources: dict[str, Resources] = field(default_factory=dict)
-    """Target name -> its resources."""
+    setup: recordings, load, batch_size, profile, costs, target_cost. load: arguments of `foresay.load` for the target, for
+    drafters that need it. Recordings and models are loaded once.
+    """
+    by = ReplaySettings.read(*(setup[name] for name in ("batch_size", "profile", "costs", "target_cost")))
+    recordings = cache(lambda number: Recording.load(setup["recordings"][number]))
 
-    @classmethod
-    def of(cls, setup: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-        """Build a Grid from plain data: recordings, load, batch_size, profile, costs, target_cost."""
-        by = ReplaySettings.read(*(setup[name] for name in ("batch_size", "profile", "costs", "target_cost")))
-        return cls(setup["recordings"], setup["load"], by)
+    @cache
+    def resources_of(name: str) -> Resources:
+        found = load(**{**setup["load"], "target": name}).resources
+        assert found is not None
+        return found
 
-    def __call__(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        """Perform a task {recording: index, method: {drafter, length, rule}}."""
-        number, method = task["recording"], Method(**task["method"])
-        if number not in self._recordings:
-            self._recordings[number] = Recording.load(self.paths[number])
-        recorded = self._recordings[number]
+    def perform(task: Mapping[str, Any]) -> dict[str, Any]:
+        method, recorded = Method(**task["method"]), recordings(task["recording"])
         if not read_drafter(method.drafter).reads_target:
-            return replay_method(method, recorded, token_only_resources(recorded), self.by)
-        arguments = {"target": recorded.model, **self.loading}
-        name = str(arguments["target"] or "")
+            return replay_method(method, recorded, token_only_resources(recorded), by)
+        name = str(setup["load"].get("target", recorded.model) or "")
         if not name:
             text = "does not name the model that generated it; give --model"
-            raise ConfigError(text, param="path", value=self.paths[number])
-        if name not in self._resources:
-            found = load(**arguments).resources
-            assert found is not None
-            self._resources[name] = found
-        return replay_method(method, recorded, self._resources[name], self.by)
+            raise ConfigError(text, param="path", value=setup["recordings"][task["recording"]])
+        return replay_method(method, recorded, resources_of(name), by)
+
+    return perform
 
 
 def _results(method: Method, done: Replay, recorded: Recording, by: ReplaySettings) -> dict[str, Any]:

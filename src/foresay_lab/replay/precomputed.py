@@ -22,6 +22,7 @@ from foresay.drafters import ModelDrafter
 from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
 from foresay.drafters.draft_cache import DraftCache
 from foresay.drafters.stateless import Stateless
+from foresay.lengths import ConstantLength, HeuristicLength
 from foresay.records.recording import Recording
 from foresay_lab.replay.replay import recorded_params
 
@@ -54,13 +55,10 @@ def can_precompute(drafter: Any, policy: LengthPolicy, recording: Recording) -> 
     The number of draft tokens may differ: after a mismatch the two drafts differ, and either may stop earlier at an end token.
     The accepted tokens and the output are the same.
     """
-    from foresay.lengths import ConstantLength, HeuristicLength
-
-    plain = isinstance(drafter, ModelDrafter) and not isinstance(drafter, CrossTokenizerDrafter)
-    plain = plain and not drafter.hidden_layers
-    blind = isinstance(policy, ConstantLength | HeuristicLength)
+    if not isinstance(drafter, ModelDrafter) or isinstance(drafter, CrossTokenizerDrafter) or drafter.hidden_layers:
+        return False
     decoder_only = all(record.source is None for record in recording.records)
-    return plain and blind and decoder_only and recording.greedy
+    return isinstance(policy, ConstantLength | HeuristicLength) and decoder_only and recording.greedy
 
 
 @torch.inference_mode()

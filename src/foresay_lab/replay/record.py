@@ -30,7 +30,7 @@ from foresay.text.stream import Detokenizer
 from foresay.text.tokenizer import tokenizer_fingerprint
 from foresay_lab.data.datasets import subset
 from foresay_lab.data.items import PromptItem
-from foresay_lab.data.requests import PromptRequest, RequestBuilder, changed_params, digest
+from foresay_lab.data.requests import PromptRequest, RequestBuilder, digest, recorded_params_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +51,6 @@ Known = Mapping[str, Sequence[int]]
 """Output of each finished turn, by its id."""
 Perform = Callable[[Mapping[int, Known]], Iterator[Sequence[Line]]]
 """Function from the unfinished items by index, each with its finished outputs, to the lines of outputs that end."""
-
-
-class _Probabilities:
-    """A step observer of each committed token's probability under the target; plain decoding commits one per row."""
-
-    def __init__(self) -> None:
-        self.latest: list[float] = []
-
-    def __call__(
-        self,
-        rows: Rows,
-        proposal: Proposal,
-        distributions: Distributions,
-        verification: Verification,
-        output: ModelOutput,
-    ) -> None:
-        self.latest = distributions.prob_of(verification.token_ids[:, None])[:, 0].tolist()
 
 
 @dataclass(slots=True)
@@ -209,14 +192,13 @@ def header(
         text = "needs a tokenizer, and this model was loaded without one; leave it out"
         raise ConfigError(text, param="stop", value=params.stop)
     tokenizer = generator.tokenizer
-    changed = {k: v for k, v in changed_params(params).items() if k != "seed"}
+    changed = {k: v for k, v in recorded_params_of(params).items() if k != "seed"}
     return {
         "model": generator.target.name,
         "vocab_size": generator.target.model.vocab_size,
         "eos": sorted(generator.target.eos_token_ids),
         "tokenizer": None if tokenizer is None else tokenizer_fingerprint(tokenizer),
-        "params": {k: sorted(v.items()) if isinstance(v, Mapping) else v for k, v in changed.items()}
-        | {"max_new_tokens": params.max_new_tokens},
+        "params": {k: sorted(v.items()) if isinstance(v, Mapping) else v for k, v in changed.items()},
         "settings": {
             "prompts": digest(requests),
             "chat": chat,
@@ -234,11 +216,21 @@ class Recorder:
     def __init__(self, builder: RequestBuilder, requests: Sequence[PromptRequest], params: SamplingParams) -> None:
         """requests: all first turns; seeds are derived from their indices."""
         self._builder, self._requests, self._params = builder, requests, params
-        self._probabilities = _Probabilities()
-        observers = [self._probabilities]
-        self._session = builder.generator.plain().session(prefill_wait_s=OFFLINE_WAIT_S, observers=observers)
+        self._probabilities: list[float] = []
+        self._session = builder.generator.plain().session(prefill_wait_s=OFFLINE_WAIT_S, observers=[self._observe])
         self._indices = {request.id: i for i, request in enumerate(requests)}
         self._active: dict[int, _ActiveRequest] = {}
+
+    def _observe(
+        self,
+        rows: Rows,
+        proposal: Proposal,
+        distributions: Distributions,
+        verification: Verification,
+        output: ModelOutput,
+    ) -> None:
+        """Keep each committed token's probability under the target; plain decoding commits one per row."""
+        self._probabilities = distributions.prob_of(verification.token_ids[:, None])[:, 0].tolist()
 
     @property
     def has_work(self) -> bool:
@@ -257,7 +249,7 @@ class Recorder:
     def step(self) -> list[tuple[int, Line, bool]]:
         """Run one engine step. Return (index of the item, line, True if it was the last turn) of each output that ends."""
         ended = []
-        for chunk, prob in zip(self._session.step(), self._probabilities.latest, strict=False):
+        for chunk, prob in zip(self._session.step(), self._probabilities, strict=False):
             one = self._active[chunk.index]
             if chunk.error is not None:
                 raise chunk.error

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from foresay.decoding.rows import common_prefix
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.generator import Generator
 from foresay.records.recording import Recording
@@ -43,7 +46,4 @@ def prompt_mismatch_warning(recording: Recording, generator: Generator) -> str |
 
 
 def _shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
+    return common_prefix(np.asarray(first), np.asarray(second))

@@ -2,7 +2,7 @@
 
 For a greedy recording the Steps equal those of live decoding: a draft token is accepted if and only if it is the recorded
 next token. For a sampled recording, acceptance is an estimate (see foresay_lab.replay.sampled). Owns the choice of methods
-that can be replayed, and the results. The times of live passes come from a profile; time-based policies and predict.py use it.
+that can be replayed, the results, and the throughput expected from them. The times of live passes come from a profile.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from foresay.lengths.throughput import exclude_policy_time
 from foresay.models.recording import RecordingModel
 from foresay.records.profile import Profile
 from foresay.records.recording import Record, Recording, read_params
-from foresay_lab.replay.hidden_states import RecordedStates
+from foresay_lab.replay.hidden_states import recorded_states
 from foresay_lab.replay.sampled import PROBABILITY_FIELDS, members, replay_sampled
 
 
@@ -170,7 +170,7 @@ def replay(
         replay_sampled(drafter, recording)
     texts, more = [record.text for record in recording.records], model_settings(recording, profile)
     if target is not None and drafter is not None and drafter.hidden_layers:
-        more |= {"states": RecordedStates(target, texts, drafter.hidden_layers), "device": target.device}
+        more |= {"states": recorded_states(target, texts, drafter.hidden_layers), "device": target.device}
     model = RecordingModel(texts, **more)
     engine = Engine(model, drafter, rule, policy, max_batch_size=batch_size)
     for record in recording.records:
@@ -274,3 +274,58 @@ def _run(engine: Engine, recording: Recording) -> Replay:
             )
             raise ConfigError(text, param=record.id)
     return Replay(tuple(map(tuple, steps)), tuple(passes), seconds, recording.greedy)
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The predicted counts and times of a live run over the recorded prompts."""
+
+    tokens: int
+    passes: int
+    """Target passes, each over a batch."""
+    row_passes: int
+    """Sum of the batch sizes of all target passes."""
+    seconds: float
+    """Total time, including prompt processing."""
+    draft_s: float
+    fill_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens per second."""
+        return self.tokens / self.seconds
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Output tokens per row and pass."""
+        return self.tokens / self.row_passes
+
+    @property
+    def latency_s(self) -> float:
+        """Mean seconds between two tokens of a request while it decodes."""
+        return (self.seconds - self.fill_s) / self.passes / self.tokens_per_pass
+
+
+def expect(done: Replay, recording: Recording, profile: Profile, drafter: str | None = None) -> Expected:
+    """Predict the time of a live run from a replay's passes.
+
+    drafter: the key of the drafter's times in the profile; by default the drafting times of the replay are used, in which the
+    drafter runs as it does live. Raises ConfigError for a profile without timings.
+    """
+    clock = profile.clock()
+    fill = sum(profile.fill_seconds(len(record.prompt) - 1) for record in recording.records)
+    draft = 0.0
+    target = 0.0
+    for one in done.passes:
+        target += clock(one.batch, one.width, one.context)
+        draft += one.draft_s if drafter is None else profile.draft_seconds(drafter, one.batch, one.drafted)
+    if drafter is not None:
+        draft += profile.draft_fills.get(drafter, 0.0) * sum(len(record.prompt) for record in recording.records)
+    return Expected(
+        tokens=sum(one.tokens for one in done.passes),
+        passes=len(done.passes),
+        row_passes=sum(one.batch for one in done.passes),
+        seconds=target + draft + fill,
+        draft_s=draft,
+        fill_s=fill,
+    )

@@ -57,12 +57,12 @@ class SampledReplayModel(VocabularyAdapter):
     Raises ConfigError for a recording without token probabilities.
     """
 
-    def __init__(self, inner: LanguageModel, recording: Recording, *, seed: int = 0) -> None:
+    def __init__(self, inner: LanguageModel, recording: Recording) -> None:
         if any(record.token_probs is None for record in recording.records):
             text = "lacks token probabilities, which the replay of a draft model needs; record it again"
             raise ConfigError(text, param="recording")
         super().__init__(inner, inner.vocab_size)
-        self._records, self._seed = recording.records, seed
+        self._records = recording.records
         known = {k: v for k, v in recording.params.items() if k in PROBABILITY_FIELDS}
         self._params = SamplingParams(**known)
 
@@ -101,12 +101,9 @@ class SampledReplayModel(VocabularyAdapter):
             return
         token, p = record.output[index], max(record.token_probs[index], 1e-12)
         distribution = build_distributions(scores[None, None], Rows([Row(text, [0], self._params, limit=1 << 40)]))
-        q = (
-            float(distribution.prob_of(torch.tensor([[token]], device=scores.device))[0, 0])
-            if token < len(scores)
-            else 0.0
-        )
-        keys = torch.tensor([self._seed]), torch.tensor([text])
+        ids = torch.tensor([[token]], device=scores.device)
+        q = float(distribution.prob_of(ids)[0, 0]) if token < len(scores) else 0.0
+        keys = torch.tensor([0]), torch.tensor([text])
         number = Streams(*keys).uniform(Purpose.ACCEPT, torch.tensor([position]))
         if float(number) * p < q:
             scores[token] = scores.max() + 1e-3
@@ -126,14 +123,12 @@ def replay_sampled(drafter: Drafter, recording: Recording) -> None:
 
     Raises ConfigError for a draft model with another tokenizer, and for sampling parameters beyond PROBABILITY_FIELDS.
     """
-    others = set(recording.params) - {
-        *PROBABILITY_FIELDS,
-        "max_new_tokens",
-        "ignore_eos",
-        "logprobs",
-        "stop",
-        "stop_token_ids",
-    }
+
+    def make(model: LanguageModel) -> LanguageModel:
+        return SampledReplayModel(model.inner if isinstance(model, SampledReplayModel) else model, recording)
+
+    no_effect = {"max_new_tokens", "ignore_eos", "logprobs", "stop", "stop_token_ids"}  # on the distribution
+    others = set(recording.params) - {*PROBABILITY_FIELDS, *no_effect}
     for one in members(drafter):
         if isinstance(one, CrossTokenizerDrafter):
             text = "with another tokenizer cannot be replayed on a sampled recording; run it live"
@@ -142,11 +137,4 @@ def replay_sampled(drafter: Drafter, recording: Recording) -> None:
             if others:
                 text = f"cannot be replayed on a recording sampled with {min(others)}; run it live"
                 raise ConfigError(text, param="draft")
-            _wrap(one, recording)
-
-
-def _wrap(drafter: ModelDrafter, recording: Recording) -> None:
-    def make(model: LanguageModel) -> LanguageModel:
-        return SampledReplayModel(model.inner if isinstance(model, SampledReplayModel) else model, recording)
-
-    drafter.context.replace_model(make)
+            one.context.replace_model(make)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
@@ -23,52 +22,48 @@ _COUNTS = {"texts": "texts", "tokens": "tokens", "minutes": "minutes of training
 _HELD_OUT = ("tokens_per_pass", "divergence", "acceptance_1", "acceptance_2", "acceptance_3", "loss")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CardFacts:
-    """Facts about a draft that its card reports. Names of repositories are those of the hub."""
+def model_card(
+    *,
+    repo: str,
+    base_model: str,
+    kind: str,
+    drafter: str,
+    layers: Sequence[int],
+    draft_tokens: int,
+    weight_bytes: int,
+    license: str | None = None,
+    note: Mapping[str, Any] | None = None,
+    results: Results | None = None,
+    names: Mapping[str, str] | None = None,
+) -> str:
+    """Return the card of a draft, a README.md. Names of repositories are those of the hub.
 
-    repo: str
-    base_model: str
-    kind: str
-    """Published name of the kind, such as eagle3."""
-    drafter: str
-    """Expression that drafts with it."""
-    layers: Sequence[int]
-    draft_tokens: int
-    """Number of different tokens that it can draft."""
-    weight_bytes: int
-    license: str | None = None
-    note: Mapping[str, Any] = field(default_factory=dict)
-    results: Results | None = None
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Texts in the names of methods that are replaced, such as the path of a folder."""
-
-
-def model_card(facts: CardFacts) -> str:
-    """Return the card, a README.md."""
+    kind: published name of the kind, such as eagle3. drafter: expression that drafts with it. draft_tokens: number of different
+    tokens that it can draft. names: texts in the names of methods that are replaced, such as the path of a folder.
+    """
     from huggingface_hub import ModelCardData
 
     values: dict[str, Any] = {
-        "base_model": facts.base_model,
+        "base_model": base_model,
         "base_model_relation": RELATION,
         "library_name": "foresay",
-        "license": facts.license,
-        "tags": ["foresay", "speculative-decoding", "draft-model", facts.kind],
+        "license": license,
+        "tags": ["foresay", "speculative-decoding", "draft-model", kind],
     }
     metadata = ModelCardData(**{name: value for name, value in values.items() if value is not None}).to_yaml()
-    base = f"[{escaped(facts.base_model)}](https://huggingface.co/{facts.base_model})"
+    base = f"[{escaped(base_model)}](https://huggingface.co/{base_model})"
     parts = [
         f"---\n{metadata.strip()}\n---",
-        f"# {escaped(facts.repo)}",
-        f"A draft ({escaped(facts.kind)}) for speculative decoding with {base}. It proposes tokens, and the target keeps those "
+        f"# {escaped(repo)}",
+        f"A draft ({escaped(kind)}) for speculative decoding with {base}. It proposes tokens, and the target keeps those "
         "that it would have generated itself: the output is the target's own.",
-        f"- reads layers {', '.join(map(str, facts.layers))} of the target\n- drafts {facts.draft_tokens:,} different tokens\n"
-        f"- weights: {facts.weight_bytes / 1e6:.1f} MB",
-        f'```bash\nforesay generate "Name three rivers." -m {facts.base_model} --drafter "{facts.drafter}"\n```',
+        f"- reads layers {', '.join(map(str, layers))} of the target\n- drafts {draft_tokens:,} different tokens\n"
+        f"- weights: {weight_bytes / 1e6:.1f} MB",
+        f'```bash\nforesay generate "Name three rivers." -m {base_model} --drafter "{drafter}"\n```',
         "## Training",
-        "\n".join(_of_note(facts.note)) or "No note about the training was given.",
+        "\n".join(_of_note(note or {})) or "No note about the training was given.",
         "## Measured",
-        *(_measured(facts.results, facts.names) if facts.results else ["No measurement was given."]),
+        *(_measured(results, names or {}) if results else ["No measurement was given."]),
     ]
     return "\n\n".join(parts) + "\n"
 

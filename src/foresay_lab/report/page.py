@@ -7,7 +7,6 @@ neither files nor the drawing of figures, and draws no conclusions.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from foresay.generation.method import PLAIN
-from foresay.records.results import Cell, Failure, Trace
+from foresay.records.results import Failure, Trace
 from foresay.text.formatting import MEANINGS, NOISE, percent, yes_no
+from foresay_lab.data.items import in_turns
 from foresay_lab.report.figures import Picture
 from foresay_lab.report.table import Span, TableRow
 
@@ -90,8 +90,8 @@ COLUMNS: Mapping[str, Callable[[TableRow], str]] = {
     "tokens per pass": lambda row: _two_decimals(row.stats.block_efficiency if row.stats else None),
     "acceptance rate": lambda row: percent(row.stats.acceptance_rate if row.stats else None),
     "draft utilization": lambda row: percent(row.stats.draft_utilization if row.stats else None),
-    "discard rate": lambda row: _two_decimals(row.discard_rate),
-    "verification rate": lambda row: _two_decimals(row.verification_rate),
+    "discard rate": lambda row: _two_decimals(row.stats.discard_rate if row.stats else None),
+    "verification rate": lambda row: _two_decimals(row.stats.verification_rate if row.stats else None),
     "drafting": lambda row: percent(row.drafting),
     "identical": lambda row: yes_no(row.identical),
     "exact": lambda row: "yes" if row.exact else "lossy",
@@ -124,17 +124,7 @@ def html(report: Report, pictures: Sequence[Picture]) -> str:
         words=NAMES,
         kind=lambda row: "plain" if row.cell.method == PLAIN else "ours" if row.exact else "lossy",
         table_note=TABLE_NOTE,
-        traces=_interleaved(report.traces)[:MOST_TRACES],
+        traces=in_turns(report.traces, lambda trace: trace.cell)[:MOST_TRACES],
         num_traces_left=max(0, len(report.traces) - MOST_TRACES),
         meanings={str(origin): meaning for origin, meaning in MEANINGS.items()},
     )
-
-
-def _interleaved(traces: Sequence[Trace]) -> list[Trace]:
-    """Order traces: the first of every cell, then the second of every cell, and so on."""
-    seen: Counter[Cell] = Counter()
-    turns = []
-    for trace in traces:
-        turns.append(seen[trace.cell])
-        seen[trace.cell] += 1
-    return [trace for _, trace in sorted(zip(turns, traces, strict=True), key=lambda pair: pair[0])]

@@ -41,15 +41,20 @@ def read_report(results: Sequence[Path_], *, title: str | None = None) -> Report
         one = _loaded(path)
         source = Source(os.fspath(path), one.settings, one.provenance)
         for cell in one.by_cell():
-            _check_poolable(cell, owners.setdefault(cell, source), source)
+            first = owners.setdefault(cell, source)
+            if differing := _disagreeing(first.settings, source.settings):
+                text = f"has {cell} with other settings than {source.name!r} ({differing}); "
+                text += "report them separately, or rename the method"
+                raise ConfigError(text, param="path", value=first.name)
         for name in ("runs", "failures", "traces"):
             getattr(whole, name).extend(getattr(one, name))
         sources.append(source)
     ran = {(run.cell, run.repeat) for run in whole.runs}
     failures = [one for one in whole.failures if (one.cell, one.repeat) not in ran]
     table = rows(whole)
-    warnings_ = [*_source_differences(sources), *_unsteady(table), *_differing(table), *_lossy(table)]
-    return Report(title or TITLE, summary(table), warnings_, table, failures, whole.traces, sources)
+    warnings = [*_source_differences(sources), *_doubts(table)]
+    summary = [_conclusion(group, of) for group, of in grouped(table).items()]
+    return Report(title or TITLE, summary, warnings, table, failures, whole.traces, sources)
 
 
 def _loaded(path: Path_) -> Results:
@@ -60,12 +65,6 @@ def _loaded(path: Path_) -> Results:
         text = f"contains no run{reason}; a report needs at least one finished run"
         raise ConfigError(text, param="path", value=path)
     return results
-
-
-def _check_poolable(cell: Cell, first: Source, second: Source) -> None:
-    if differing := _disagreeing(first.settings, second.settings):
-        text = f"has {cell} with other settings than {second.name!r} ({differing}); report them separately, or rename the method"
-        raise ConfigError(text, param="path", value=first.name)
 
 
 def _disagreeing(first: Any, second: Any) -> str:
@@ -86,11 +85,6 @@ def _source_differences(sources: Sequence[Source]) -> list[str]:
             if differing:
                 out.append(f"{first.name} and {other.name} come from different {kind} ({differing}).")
     return out
-
-
-def summary(table: Sequence[TableRow]) -> list[str]:
-    """Return a sentence per data set, batch size and sampling: the fastest exact method, and if it pays."""
-    return [_conclusion(group, of) for group, of in grouped(table).items()]
 
 
 def _in_words(group: Group) -> str:
@@ -118,20 +112,21 @@ def _conclusion(group: Group, of: Sequence[TableRow]) -> str:
     return text + "".join(f" {row.cell.method}, another engine, had {times(row.speed_up)}." for row in faster[:1])
 
 
-def _unsteady(table: Sequence[TableRow]) -> list[str]:
+def _doubts(table: Sequence[TableRow]) -> list[str]:
+    """Return warnings about the runs: unsteady plain decoding, differing and lossy outputs."""
     spreads = {group: plain_spread(of) or 0.0 for group, of in grouped(table).items()}
-    found = [f"{_in_words(group)}: {spread:.0%}" for group, spread in spreads.items() if spread > UNSTEADY]
-    return [f"Plain decoding itself varies, so smaller gains are not significant: {'; '.join(found)}."] if found else []
-
-
-def _differing(table: Sequence[TableRow]) -> list[str]:
-    found = [str(row.cell) for row in table if row.exact and row.identical is False]
-    return [f"Outputs differ from plain decoding, although the method is exact: {'; '.join(found)}."] if found else []
-
-
-def _lossy(table: Sequence[TableRow]) -> list[str]:
-    found = sorted({row.cell.method for row in table if not row.exact})
-    return [f"Lossy, so the output may differ from the target's: {'; '.join(found)}."] if found else []
+    found = {
+        "Plain decoding itself varies, so smaller gains are not significant": [
+            f"{_in_words(group)}: {spread:.0%}" for group, spread in spreads.items() if spread > UNSTEADY
+        ],
+        "Outputs differ from plain decoding, although the method is exact": [
+            str(row.cell) for row in table if row.exact and row.identical is False
+        ],
+        "Lossy, so the output may differ from the target's": sorted(
+            {row.cell.method for row in table if not row.exact}
+        ),
+    }
+    return [f"{text}: {'; '.join(some)}." for text, some in found.items() if some]
 
 
 def write(report: Report, folder: Path_) -> Path:

@@ -43,17 +43,7 @@ class TableRow:
     @property
     def group(self) -> Group:
         """The group of the row; rows of one group are compared with each other."""
-        return self.cell.dataset, self.cell.batch_size, self.cell.sampling
-
-    @property
-    def discard_rate(self) -> float | None:
-        """Draft tokens that were not accepted / tokens."""
-        return self.stats.discard_rate if self.stats else None
-
-    @property
-    def verification_rate(self) -> float | None:
-        """Target passes / tokens."""
-        return self.stats.verification_rate if self.stats else None
+        return _group(self.cell)
 
     @property
     def drafting(self) -> float | None:

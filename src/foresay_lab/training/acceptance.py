@@ -88,9 +88,8 @@ def train_acceptance(
             rate = share / _WARMUP if share < _WARMUP else (1 + math.cos(math.pi * share)) / 2
             for group in optimiser.param_groups:
                 group["lr"] = plan.rate * rate
-            losses = weighted_loss(
-                head(examples.hidden[indices].float()), examples.labels[indices].float(), plan.rejection_weight
-            )
+            scores, labels = head(examples.hidden[indices].float()), examples.labels[indices].float()
+            losses = weighted_loss(scores, labels, plan.rejection_weight)
             loss = (losses * weight[indices]).sum() / weight[indices].sum().clamp(min=1e-6)
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
@@ -128,9 +127,8 @@ def evaluate_acceptance(head: AcceptanceHead, examples: Examples, rejection_weig
         if bool(inside.any()):
             bins.append((float(predicted[inside].mean()), float(labels[inside].mean()), int(inside.sum())))
     error = sum(abs(a - b) * n for a, b, n in bins) / len(labels)
-    return Calibration(
-        _divergence(labels, predicted), _divergence(labels, labels.mean().expand_as(labels)), error, tuple(bins)
-    )
+    constant = labels.mean().expand_as(labels)
+    return Calibration(_divergence(labels, predicted), _divergence(labels, constant), error, tuple(bins))
 
 
 def _divergence(labels: torch.Tensor, predicted: torch.Tensor) -> float:

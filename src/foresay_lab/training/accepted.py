@@ -25,7 +25,7 @@ from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.protocols import ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.decoding.stopping import DraftStep, Reads, Stopping, StoppingRule
+from foresay.decoding.stopping import Reads, StoppingRule
 from foresay.errors import ConfigError, ModelLoadError
 from foresay.files import atomic_write, unreadable
 from foresay.generation.generator import Generator
@@ -68,58 +68,21 @@ class Examples:
         return Examples(*(getattr(self, name)[chunk] for name in Examples.__slots__))
 
 
-class _FixedLengthPolicy(ConstantLength):
-    """A policy that drafts chains of a fixed length and records the draft's hidden states."""
+class _FixedLength(ConstantLength):
+    """A policy that drafts chains of a fixed length and records the draft's hidden states. Its rule ends no draft."""
 
     def __init__(self, length: int) -> None:
         super().__init__(length)
         self.hidden: list[torch.Tensor] = []
-        """[B, H] for each draft token of a step: the output of the forward pass that drew it."""
+        """[B, H] for each draft token of a step but the first: the output of the pass that consumed the token before it."""
 
-    def stopping(self, rows: Rows) -> Stopping:
+    def rule(self, rows: Rows) -> StoppingRule:
         self.hidden.clear()
-        return _Recording(self.hidden, rows)
+        return StoppingRule(Reads.HIDDEN, 1.0, network=self._accepted)
 
-
-class _Recording(Stopping):
-    """Ends no draft, and keeps the hidden states."""
-
-    def __init__(self, hidden: list[torch.Tensor], rows: Rows) -> None:
-        super().__init__(StoppingRule(Reads.HIDDEN), rows)
-        self._hidden = hidden
-
-    def keep(self, step: DraftStep) -> torch.Tensor | None:
-        assert step.hidden is not None
-        self._hidden.append(step.hidden.clone())
-        return None
-
-
-class _LabelObserver:
-    """A step observer that pairs hidden states with labels: the pass that drew token j + 1 had consumed token j."""
-
-    def __init__(self, policy: _FixedLengthPolicy) -> None:
-        self._policy = policy
-        self.parts: list[Examples] = []
-
-    def __call__(
-        self,
-        rows: Rows,
-        proposal: Proposal,
-        distributions: Distributions,
-        verification: Verification,
-        output: ModelOutput,
-    ) -> None:
-        hidden = self._policy.hidden
-        if len(hidden) < 2 or proposal.width == 0:
-            return
-        labels = acceptance_chances(proposal, distributions)
-        reached = torch.ones(len(rows), device=labels.device)
-        for j in range(min(len(hidden) - 1, proposal.width)):
-            # no forward pass of the draft consumes the chain's last token
-            consumed = torch.tensor([n > j + 1 for n in proposal.num_tokens], device=labels.device)
-            part = (hidden[j + 1], labels[:, j], reached, torch.full_like(labels[:, j], j, dtype=torch.int64))
-            self.parts.append(Examples(*(one[consumed].cpu() for one in part)))
-            reached = reached * labels[:, j]
+    def _accepted(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.hidden.append(hidden.clone())
+        return torch.ones(len(hidden), device=hidden.device)
 
 
 def acceptance_chances(proposal: Proposal, distributions: Distributions) -> torch.Tensor:
@@ -157,7 +120,9 @@ def collect(
             found += 1
         else:
             chunk = prompts[number * PROMPTS_PER_FILE : (number + 1) * PROMPTS_PER_FILE]
-            _write(path, _collect_chunk(generator, chunk, params, length))
+            examples = _collect_chunk(generator, chunk, params, length)
+            with atomic_write(path) as temporary:
+                save_file({name: getattr(examples, name).contiguous() for name in Examples.__slots__}, temporary)
         on_progress(number + 1, total)
     return found
 
@@ -175,7 +140,11 @@ def _check_settings(
         "prompts": digest,
         "params": str(params),
     }
-    if path.is_file() and (existing := _read_settings(path)) != settings:
+    try:
+        existing = parse_object(read_limited(path), str(path)) if path.is_file() else settings
+    except OSError as error:
+        raise unreadable(path, error) from None
+    if existing != settings:
         name = next((key for key in settings if existing.get(key) != settings[key]), "settings")
         text = f"contains data for another value of {name}; use the same or another folder"
         raise ConfigError(text, param="folder", value=folder)
@@ -183,29 +152,31 @@ def _check_settings(
         temporary.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _read_settings(path: Path) -> dict[str, Any]:
-    try:
-        return parse_object(read_limited(path), str(path))
-    except OSError as error:
-        raise unreadable(path, error) from None
-
-
 def _collect_chunk(generator: Generator, prompts: Sequence[Any], params: SamplingParams, length: int) -> Examples:
-    policy = _FixedLengthPolicy(length)
-    labels = _LabelObserver(policy)
-    session = generator.with_settings(policy=policy).session(observers=[labels])
+    policy, parts = _FixedLength(length), list[Examples]()
+
+    def label(
+        rows: Rows, proposal: Proposal, distributions: Distributions, verification: Verification, output: ModelOutput
+    ) -> None:
+        if not proposal.width:
+            return
+        labels = acceptance_chances(proposal, distributions)
+        reached = torch.ones(len(rows), device=labels.device)
+        for j, hidden in enumerate(policy.hidden[: proposal.width]):
+            # no forward pass of the draft consumes the chain's last token
+            consumed = torch.tensor([n > j + 1 for n in proposal.num_tokens], device=labels.device)
+            part = (hidden, labels[:, j], reached, torch.full_like(labels[:, j], j, dtype=torch.int64))
+            parts.append(Examples(*(one[consumed].cpu() for one in part)))
+            reached = reached * labels[:, j]
+
+    session = generator.with_settings(policy=policy).session(observers=[label])
     for i, prompt in enumerate(prompts):
         session.submit(prompt, params if params.seed is None else SamplingParams.of(params, seed=params.seed + i))
     while session.has_work:
         session.step()
-    if not labels.parts:
+    if not parts:
         raise ConfigError("proposed no chains with hidden states; use a draft model or a head", param="drafter")
-    return Examples.joined(labels.parts)
-
-
-def _write(path: Path, examples: Examples) -> None:
-    with atomic_write(path) as temporary:
-        save_file({name: getattr(examples, name).contiguous() for name in Examples.__slots__}, temporary)
+    return Examples.joined(parts)
 
 
 def split_examples(parts: Sequence[Examples], share: float = 0.1) -> tuple[Examples, Examples]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from foresay_lab.training.outputs import Text
 from foresay_lab.training.teacher import TargetOutputs
@@ -42,19 +44,15 @@ class Batch:
         return (position >= self.starts[:, None] - 1) & (position < self.sizes[:, None] - 1)
 
 
-def make_batch(texts: Sequence[Text], outputs: Sequence[TargetOutputs]) -> Batch:
-    """Return one batch, padded with zeros."""
-
-    def padded(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
-
+def batch_of(indices: Sequence[int], texts: Sequence[Text], outputs_of: Callable[[int], TargetOutputs]) -> Batch:
+    """Return the texts of these indices as a batch, padded with zeros."""
+    chosen, outputs = [texts[i] for i in indices], [outputs_of(i) for i in indices]
+    padded = partial(pad_sequence, batch_first=True)
     return Batch(
-        padded([torch.from_numpy(text.tokens) for text in texts]),
-        torch.tensor([text.start for text in texts]),
-        torch.tensor([len(text.tokens) for text in texts]),
-        padded([one.states for one in outputs]),
-        padded([one.last for one in outputs]),
-        padded([one.log_sum for one in outputs]),
+        padded([torch.from_numpy(text.tokens) for text in chosen]),
+        torch.tensor([text.start for text in chosen]),
+        torch.tensor([len(text.tokens) for text in chosen]),
+        *(padded([getattr(one, field.name) for one in outputs]) for field in fields(TargetOutputs)),
     )
 
 
@@ -78,8 +76,3 @@ def _packed(order: Sequence[int], texts: Sequence[Text], tokens: int) -> list[li
         else:
             out.append([index])
     return out
-
-
-def batch_of(indices: Sequence[int], texts: Sequence[Text], outputs_of: Callable[[int], TargetOutputs]) -> Batch:
-    """Return the texts of these indices as a batch."""
-    return make_batch([texts[i] for i in indices], [outputs_of(i) for i in indices])

@@ -81,10 +81,8 @@ def save_checkpoint(
             shutil.rmtree(one, ignore_errors=True)
         try:
             temporary.mkdir(parents=True)
-            weights, tensors = trainable_parameters(model), _flat(optimisers)
-            save_file(
-                {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}, temporary / _WEIGHTS
-            )
+            tensors, weights = _flat(optimisers), trainable_parameters(model).items()
+            save_file({name: one.detach().cpu().contiguous() for name, one in weights}, temporary / _WEIGHTS)
             save_file(tensors, temporary / _OPTIMISER)
             values = {"plan": dict(plan), "optimiser": sorted(tensors), **asdict(state)}
             (temporary / _STATE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
@@ -161,9 +159,8 @@ def _fill(optimisers: Sequence[torch.optim.Optimizer], tensors: Mapping[str, Sto
     weights = [[weight for group in one.param_groups for weight in group["params"]] for one in optimisers]
     loaded = load_tensors({name: one for name, one in tensors.items() if _fits(one, weights)})
     if unknown := sorted(tensors.keys() - loaded.keys()):
-        raise ModelLoadError(
-            f"{_OPTIMISER} has {unknown[0]!r} of shape {list(tensors[unknown[0]].shape)}, which fits no parameter"
-        )
+        text = f"{_OPTIMISER} has {unknown[0]!r} of shape {list(tensors[unknown[0]].shape)}, which fits no parameter"
+        raise ModelLoadError(text)
     for name, value in loaded.items():
         optimiser_index, number, field = name.split(".", 2)
         states[int(optimiser_index)].setdefault(int(number), {})[field] = value

@@ -7,7 +7,7 @@ distributions in students.py, the losses in losses.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,12 @@ from foresay.models.drafts.files import write_draft
 from foresay.models.sources.transformers_errors import quiet_transformers
 from foresay.models.sources.wrapping import LoadedModel
 from foresay.records.provenance import provenance
-from foresay_lab.training.fitting import LOG, Corpus, Fitting, Plan, Report
+from foresay_lab.training.fitting import LOG, Corpus, Fitting, Plan
 from foresay_lab.training.losses import Objective
 from foresay_lab.training.new_drafts import KINDS, causal, kind_of
 from foresay_lab.training.outputs import Text, digest
 from foresay_lab.training.processes import Processes
-from foresay_lab.training.students import ModelStudent
+from foresay_lab.training.students import ModelStudent, Student
 from foresay_lab.training.teacher import CachedPasses, TargetPasses, TeacherHead
 
 NOTE = "foresay.json"
@@ -42,26 +42,17 @@ def distil(
     plan: Plan,
     objective: Objective,
     folder: Path,
-    *,
-    decay: float | None = None,
-    states: Path | None = None,
-    note: dict[str, Any] | None = None,
-    on_progress: Callable[[str, float, str], None] = lambda what, share, note: None,
-    tracker: str | None = None,
-    **setting: Any,
-) -> Report:
+    **more: Any,
+) -> Fitting:
     """Train a head or block drafter on the target's outputs for texts, and save the best one in `folder`.
 
-    decay: ratio of a position's loss weight to that of the one before. states: a folder that caches the target's outputs; None
-    computes them at each use. on_progress: called with the current activity, the share of it that is done, and a note. tracker:
-    see Fitting. setting: `steps` of a head, tokens drafted in a row in training; `anchors` of a block drafter, blocks of each
-    text in a training step, None for one at each position.
+    more: of `_fit`; `steps` of a head, tokens drafted in a row in training; `anchors` of a block drafter, blocks of each text in
+    a training step, None for one at each position.
     """
     model, name = causal(target), kind_of(draft.config)
     kind = KINDS[name]
-    own = {kind.setting: kind.default, "decay": kind.decay if decay is None else decay, **setting}
+    own = {kind.setting: more.pop(kind.setting, kind.default), "decay": kind.decay}
     layers = draft.config.hidden_layers or usual_layers(model.num_layers)
-    student = kind.student(draft, model, **own).to(model.device)
     settings = {
         **own,
         "layers": list(layers),
@@ -72,11 +63,9 @@ def distil(
 
     def save() -> None:
         write_draft(draft.stored_in(torch.bfloat16), folder)
-        write_note(folder, {"made_by": "foresay distill", "kind": name, "target": target.name, **(note or {})})
 
-    texts = (training, held_out)
-    more: dict[str, Any] = {"on_progress": on_progress, "tracker": tracker}
-    return _fit(target, student, layers, texts, states, save, settings, plan, objective, folder, **more)
+    student = kind.student(draft, model, **own).to(model.device)
+    return _fit(target, student, name, layers, (training, held_out), plan, objective, folder, save, settings, **more)
 
 
 def distil_model(
@@ -91,27 +80,27 @@ def distil_model(
     *,
     freeze_embeddings: bool = True,
     token_ids: torch.Tensor | None = None,
-    states: Path | None = None,
-    note: dict[str, Any] | None = None,
     **more: Any,
-) -> Report:
+) -> Fitting:
     """Train a draft model with the target's vocabulary on the target's distributions, and save the best one in `folder`.
 
     draft: a transformers model, saved in transformers' format. freeze_embeddings: do not train embeddings and output layer, most
     of a small draft's weights. token_ids: [K], the draft vocabulary of decoding: training compares only these tokens, and the
-    saved model has all. states, note, more: see `distil`.
+    saved model has all. more: of `_fit`.
     """
     model = causal(target)
     config = draft.config.get_text_config(decoder=True)
     if int(config.vocab_size) < model.vocab_size:
         raise ConfigError(f"has {config.vocab_size} tokens, fewer than the target's {model.vocab_size}", param="draft")
     draft = draft.float().to(model.device)
-    if freeze_embeddings:
-        _freeze_embeddings(draft)
+    for layer in (draft.get_input_embeddings(), draft.get_output_embeddings()) if freeze_embeddings else ():
+        if layer is not None:
+            layer.requires_grad_(False)
 
     def save() -> None:
-        _save_model(draft, tokenizer, folder)
-        write_note(folder, {"made_by": "foresay distill", "kind": "model", "target": target.name, **(note or {})})
+        weights = {name: weight.to(torch.bfloat16) for name, weight in draft.state_dict().items()}
+        with atomic_files(folder) as temporary:
+            save_model(draft, tokenizer, temporary, state_dict=weights)
 
     settings = {
         "shape": {k: v for k, v in config.to_dict().items() if isinstance(v, int | float)},
@@ -119,44 +108,49 @@ def distil_model(
         "tokens": digest_of_tokens(token_ids),
     }
     student = ModelStudent(draft, model, token_ids)
-    return _fit(target, student, (), (training, held_out), states, save, settings, plan, objective, folder, **more)
+    return _fit(target, student, "model", (), (training, held_out), plan, objective, folder, save, settings, **more)
 
 
-def _freeze_embeddings(draft: Any) -> None:
-    for layer in (draft.get_input_embeddings(), draft.get_output_embeddings()):
-        if layer is not None:
-            layer.requires_grad_(False)
-
-
-def _save_model(draft: Any, tokenizer: Any, folder: Path) -> None:
-    """Save a transformers model in bf16, with its tokenizer if there is one."""
+def save_model(model: Any, tokenizer: Any, folder: Path, **more: Any) -> None:
+    """Save a transformers model, with its tokenizer if there is one. more: arguments of `save_pretrained`."""
     with quiet_transformers():
-        weights = {name: weight.to(torch.bfloat16) for name, weight in draft.state_dict().items()}
-        with atomic_files(folder) as temporary:
-            draft.save_pretrained(temporary, state_dict=weights)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(temporary)
+        model.save_pretrained(folder, **more)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
 
 
 def _fit(
     target: LoadedModel,
-    student: Any,
+    student: Student,
+    kind: str,
     layers: tuple[int, ...],
     texts: tuple[Sequence[Text], Sequence[Text]],
-    states: Path | None,
-    save: Callable[[], None],
-    settings: dict[str, Any],
     plan: Plan,
     objective: Objective,
     folder: Path,
+    save: Callable[[], None],
+    settings: dict[str, Any],
     *,
+    states: Path | None = None,
+    note: Mapping[str, Any] | None = None,
     on_progress: Callable[[str, float, str], None] = lambda what, share, note: None,
     tracker: str | None = None,
-) -> Report:
-    """Train a student on (training, held-out) texts; see `distil`."""
+) -> Fitting:
+    """Train a student on (training, held-out) texts.
+
+    save: saves the draft. settings, tracker: see Fitting. states: a folder that caches the target's outputs; None computes them
+    at each use. note: further fields of the saved draft's note. on_progress: called with the current activity, the share of it
+    that is done, and a note.
+    """
     passes = TargetPasses(causal(target), layers)
     training, held_out = (corpus(passes, one, states, on_progress) for one in texts)
     TeacherHead(causal(target), None).check(held_out.outputs_of(0))
+
+    def save_both() -> None:
+        save()
+        made = {"made_by": "foresay distill", "kind": kind, "target": target.name}
+        write_note(folder, {**made, **(note or {}), "log": LOG})
+
     return Fitting(
         student,
         objective,
@@ -164,7 +158,7 @@ def _fit(
         held_out,
         plan,
         folder,
-        save,
+        save_both,
         settings={**settings, "target": target.name, "texts": digest(texts[0])},
         on_progress=lambda share, text: on_progress("Training", share, text),
         tracker=tracker,
@@ -191,8 +185,7 @@ def digest_of_tokens(token_ids: torch.Tensor | None) -> str | None:
     return None if token_ids is None else sha256(token_ids.numpy().tobytes()).hexdigest()[:16]
 
 
-def write_note(folder: Path, note: dict[str, Any]) -> None:
+def write_note(folder: Path, note: Mapping[str, Any]) -> None:
     """Write the file that describes how a draft was made."""
-    text = json.dumps({**note, "log": LOG, "provenance": provenance()}, indent=2)
     with atomic_write(folder / NOTE) as temporary:
-        temporary.write_text(text + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps({**note, "provenance": provenance()}, indent=2) + "\n", encoding="utf-8")

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from foresay_lab.training.batches import Batch
-from foresay_lab.training.losses import forward_kl
+from foresay_lab.training.losses import aligned, forward_kl
 from foresay_lab.training.students import Student
 
 
@@ -60,12 +60,13 @@ def evaluate(
     """
     steps = student.steps
     accepted, agreed, counts, diverged = torch.zeros(4, steps, dtype=torch.float64)
-    simulated, chosen = _SimulatedDecoding(_lengths(steps)), torch.zeros(2, dtype=torch.float64)
+    lengths, chosen = range(1, (steps if steps > 1 else 5) + 1), torch.zeros(2, dtype=torch.float64)
+    simulated = torch.zeros(2, len(lengths), dtype=torch.float64)
     ids = None if student.token_ids is None else student.token_ids.to(device)
     for batch in (one.to(device) for one in batches):
         correct = torch.zeros(steps, *batch.tokens.shape, dtype=torch.bool, device=device)
         for one in student.comparisons(batch):
-            p, q = one.teacher.aligned_probs(one.logits)
+            p, q = aligned(one.probs, one.logits)
             draft_tokens = one.logits.argmax(-1)
             draft_tokens = draft_tokens if ids is None else ids[draft_tokens]
             hit = draft_tokens == batch.tokens[one.rows, one.positions + 1]
@@ -77,8 +78,8 @@ def evaluate(
             if one.unary is not None and one.labels is not None:
                 scores = F.pad(one.logits, (0, 1), value=-torch.inf).gather(1, one.labels[:, None])
                 chosen += torch.tensor([float(scores.isfinite().sum()), len(hit)], dtype=torch.float64)
-        simulated.add(batch, correct, chains=steps == 1)
-    every = summed(torch.cat([accepted, agreed, counts, diverged, chosen, simulated.tokens, simulated.passes]))
+        simulated += _simulated(batch, correct.cpu(), lengths)
+    every = summed(torch.cat([accepted, agreed, counts, diverged, chosen, *simulated]))
     sums, (among, compared) = every[: 4 * steps].view(4, steps), every[4 * steps : 4 * steps + 2]
     tokens, passes = every[4 * steps + 2 :].view(2, -1)
     means = sums / sums[2].clamp(min=1.0)
@@ -91,33 +92,22 @@ def evaluate(
     )
 
 
-def _lengths(steps: int) -> Sequence[int]:
-    return range(1, (steps if steps > 1 else 5) + 1)
+def _simulated(batch: Batch, correct: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Return the committed tokens and the target passes of simulated decode loops over texts, [2, L]: one for each draft length.
 
-
-class _SimulatedDecoding:
-    """Simulated decode loops over texts, one for each draft length."""
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self._lengths = lengths
-        self.tokens, self.passes = torch.zeros(2, len(lengths), dtype=torch.float64)
-        """[L], committed tokens and target passes so far."""
-
-    def add(self, batch: Batch, correct: torch.Tensor, *, chains: bool) -> None:
-        """right: [steps, B, S], True if the draft token at a position is correct, that many steps after the target's last states.
-
-        chains: True if the draft token at a position does not depend on earlier draft tokens.
-        """
-        correct = correct.cpu()
-        for row, (start, size) in enumerate(zip(batch.starts.tolist(), batch.sizes.tolist(), strict=True)):
-            hits = correct[:, row].tolist()
-            for length_index, length in enumerate(self._lengths):
-                position, passes = start - 1, 0  # index of the last committed token
-                while position < size - 1:
-                    accepted = 0
-                    while accepted < length and hits[0 if chains else accepted][min(position + accepted, size - 1)]:
-                        accepted += 1
-                    position += min(accepted + 1, size - 1 - position)
-                    passes += 1
-                self.tokens[length_index] += size - start
-                self.passes[length_index] += passes
+    correct: [steps, B, S], True if the draft token at a position is correct, that many steps after the target's last states. With
+    one step, it does not depend on earlier draft tokens.
+    """
+    out = torch.zeros(2, len(lengths), dtype=torch.float64)
+    for row, (start, size) in enumerate(zip(batch.starts.tolist(), batch.sizes.tolist(), strict=True)):
+        hits = correct[:, row].tolist()
+        for length_index, length in enumerate(lengths):
+            position, passes = start - 1, 0  # index of the last committed token
+            while position < size - 1:
+                accepted = 0
+                while accepted < length and hits[min(accepted, len(hits) - 1)][min(position + accepted, size - 1)]:
+                    accepted += 1
+                position += min(accepted + 1, size - 1 - position)
+                passes += 1
+            out[:, length_index] += torch.tensor([size - start, passes])
+    return out

@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Self
 
 import torch
 from accelerate import Accelerator
@@ -29,7 +29,7 @@ from foresay_lab.training.losses import Objective
 from foresay_lab.training.optimisers import OPTIMISERS, make_optimisers
 from foresay_lab.training.outputs import Text
 from foresay_lab.training.processes import Processes
-from foresay_lab.training.students import DraftStudent
+from foresay_lab.training.students import Student
 from foresay_lab.training.teacher import TargetOutputs
 
 LOG = "metrics.jsonl"
@@ -99,15 +99,6 @@ class Corpus:
     outputs_of: Callable[[int], TargetOutputs]
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """Result of a run."""
-
-    state: State
-    resumed_at: int
-    """Optimiser steps made by earlier runs."""
-
-
 def affordable_batch(seconds_per_token: float, seconds: float) -> int:
     """Return the batch size in tokens, 2 to BATCH_TOKENS, for which MIN_STEPS steps take at most `seconds`."""
     return max(2, min(BATCH_TOKENS, int(max(0.0, seconds) / MIN_STEPS / seconds_per_token)))
@@ -148,7 +139,7 @@ class Fitting:
 
     def __init__(
         self,
-        student: Any,
+        student: Student,
         objective: Objective,
         training: Corpus,
         held_out: Corpus,
@@ -160,7 +151,7 @@ class Fitting:
         on_progress: Callable[[float, str], None] = lambda share, note: None,
         tracker: str | None = None,
     ) -> None:
-        """student: a module and a Student; its parameters that require gradients are trained.
+        """student: its parameters that require gradients are trained.
 
         save: saves the current draft; called whenever it is the best so far. settings: further settings that must not change on
         resumption. on_progress: called with the share of the run that is done, and a note. tracker: "tensorboard" also logs to
@@ -186,12 +177,12 @@ class Fitting:
         if tracker:
             self.accelerator.init_trackers("foresay")
         self.plain = student
-        optimisers = make_optimisers(
-            plan.optimiser, student, trainable_parameters(student), plan.rate, plan.weight_decay
-        )
+        learned = trainable_parameters(student)
+        optimisers = make_optimisers(plan.optimiser, student, learned, plan.rate, plan.weight_decay)
         with self.accelerator.main_process_first():
             self.state = load_checkpoint(folder / CHECKPOINT, self.settings, student, optimisers) or State()
         self.resumed_at = self.state.step
+        """Optimiser steps made by earlier runs."""
         # no DistributedDataParallel: gradients are summed over processes in _mean_gradients
         self.student = self.accelerator.prepare_model(student, evaluation_mode=True)
         self.optimisers = [self.accelerator.prepare_optimizer(one) for one in optimisers]
@@ -200,8 +191,8 @@ class Fitting:
         self._epoch: tuple[int, list[list[int]]] = (-1, [])
         """An epoch, and its batches in order."""
 
-    def run(self) -> Report:
-        """Train to the end of the plan. Ctrl-C writes a checkpoint and is raised again."""
+    def run(self) -> Self:
+        """Train to the end of the plan, and return this run. Ctrl-C writes a checkpoint and is raised again."""
         is_main = self.processes.is_main
         header = {"settings": self.settings}
         with LineWriter(self.folder / LOG, "foresay-training", 1, header) if is_main else nullcontext() as log:
@@ -227,7 +218,7 @@ class Fitting:
                 self._evaluate()
         self.processes.wait()
         self.accelerator.end_training()
-        return Report(self.state, self.resumed_at)
+        return self
 
     def _choose_batch(self) -> None:
         """Choose the tokens of a batch: by the plan, or else by the measured time per token and the time limit."""
@@ -298,8 +289,7 @@ class Fitting:
         sums = torch.zeros(3, dtype=torch.float64)
         for _ in range(self.plan.accumulate):
             batch = self._next_batch()
-            if isinstance(self.plain, DraftStudent):
-                self.plain.begin_batch(hash((self.plan.seed, self.state.epoch, self.state.batch, self.processes.index)))
+            self.plain.begin_batch(hash((self.plan.seed, self.state.epoch, self.state.batch, self.processes.index)))
             total, weight = self.student(batch, self.objective)
             sums += torch.tensor([float(total.detach()), float(weight), float(batch.loss_mask().sum())])
             self.accelerator.backward(total)
@@ -340,14 +330,10 @@ class Fitting:
         self.plain.train()
         state = self.state
         state.elapsed_s = perf_counter() - self._start
-        loss = sum(self._losses) / len(self._losses) if self._losses else None
-        values = {
-            "step": state.step,
-            "tokens": state.tokens,
-            "elapsed_s": round(state.elapsed_s, 1),
-            **quality.as_dict(),
-        }
-        values |= {} if loss is None else {"loss": round(loss, 5)}
+        values = {"step": state.step, "tokens": state.tokens, "elapsed_s": round(state.elapsed_s, 1)}
+        values |= quality.as_dict()
+        if self._losses:
+            values["loss"] = round(sum(self._losses) / len(self._losses), 5)
         better = quality.best > state.best
         if self._log is not None:
             self._log.append(values)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,16 +42,15 @@ def measure(model: Any, batches: Iterable[torch.Tensor], on_batch: Callable[[int
     config, body = model.config, model.base_model
     layers = getattr(body, "layers", None)
     if layers is None or not all(_is_supported(one) for one in layers):
-        raise UnsupportedModelError(
-            f"models of the family {config.model_type!r} cannot be measured: their layers differ from Llama's"
-        )
+        text = f"models of the family {config.model_type!r} cannot be measured: their layers differ from Llama's"
+        raise UnsupportedModelError(text)
     sums = _Sums(len(layers), config)
     handles = []
     for i, layer in enumerate(layers):
         handles += [
-            layer.register_forward_hook(sums.layer(i), with_kwargs=True),
-            layer.self_attn.o_proj.register_forward_pre_hook(sums.heads_of(i)),
-            layer.mlp.down_proj.register_forward_pre_hook(sums.neurons_of(i)),
+            layer.register_forward_hook(partial(sums.layer, i), with_kwargs=True),
+            layer.self_attn.o_proj.register_forward_pre_hook(partial(sums.heads_of, i)),
+            layer.mlp.down_proj.register_forward_pre_hook(partial(sums.neurons_of, i)),
         ]
         norms = [module for name, module in layer.named_children() if name.endswith("layernorm")]
         handles += [norm.register_forward_hook(sums.dimensions) for norm in norms]
@@ -68,13 +68,9 @@ def measure(model: Any, batches: Iterable[torch.Tensor], on_batch: Callable[[int
         model.train(training)
     if not sums.tokens:
         raise ConfigError("is missing: importance is measured on it", param="text")
-    return Importance(
-        sums.layers / sums.tokens,
-        sums.hidden / sums.tokens,
-        sums.heads / sums.tokens,
-        sums.feed_forward / sums.tokens,
-        sums.tokens,
-    )
+    count = sums.tokens
+    means = sums.layers / count, sums.hidden / count, sums.heads / count, sums.feed_forward / count
+    return Importance(*means, count)
 
 
 def _is_supported(layer: Any) -> bool:
@@ -92,27 +88,18 @@ class _Sums:
         self.heads = torch.zeros(count, config.num_attention_heads, dtype=torch.float64)
         self.feed_forward = torch.zeros(count, config.intermediate_size, dtype=torch.float64)
 
-    def layer(self, index: int) -> Callable[..., None]:
-        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-            layer_input = args[0] if args else kwargs["hidden_states"]
-            layer_output = out[0] if isinstance(out, tuple) else out
-            similarity = torch.nn.functional.cosine_similarity(layer_input.float(), layer_output.float(), dim=-1)
-            self.layers[index] += (1 - similarity).double().sum().cpu()
+    def layer(self, index: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        layer_input = args[0] if args else kwargs["hidden_states"]
+        layer_output = out[0] if isinstance(out, tuple) else out
+        similarity = torch.nn.functional.cosine_similarity(layer_input.float(), layer_output.float(), dim=-1)
+        self.layers[index] += (1 - similarity).double().sum().cpu()
 
-        return hook
+    def heads_of(self, index: int, module: Any, args: tuple[Any, ...]) -> None:
+        inputs = args[0].float().flatten(0, -2)
+        self.heads[index] += inputs.unflatten(-1, (self.heads.shape[1], -1)).norm(dim=-1).double().sum(0).cpu()
 
-    def heads_of(self, index: int) -> Callable[..., None]:
-        def hook(module: Any, args: tuple[Any, ...]) -> None:
-            inputs = args[0].float().flatten(0, -2)
-            self.heads[index] += inputs.unflatten(-1, (self.heads.shape[1], -1)).norm(dim=-1).double().sum(0).cpu()
-
-        return hook
-
-    def neurons_of(self, index: int) -> Callable[..., None]:
-        def hook(module: Any, args: tuple[Any, ...]) -> None:
-            self.feed_forward[index] += args[0].float().flatten(0, -2).abs().double().sum(0).cpu()
-
-        return hook
+    def neurons_of(self, index: int, module: Any, args: tuple[Any, ...]) -> None:
+        self.feed_forward[index] += args[0].float().flatten(0, -2).abs().double().sum(0).cpu()
 
     def dimensions(self, module: Any, args: tuple[Any, ...], out: torch.Tensor) -> None:
         self.hidden += out.float().flatten(0, -2).abs().double().sum(0).cpu()

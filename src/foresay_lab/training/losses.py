@@ -1,9 +1,8 @@
 """Losses that measure the distance of a draft's distribution from the target's.
 
-Owns the distances, the cross-entropy of the tokens that were generated, and the representation of a distribution: all
-probabilities, those of some tokens, or the k most probable and the rest. The total variation equals 1 - sum of min(p, q), the
-rejection probability of a draft token, so it trains acceptance directly; the divergences have gradients where the supports do not
-overlap yet. Knows no model.
+Owns the distances, the cross-entropy of the tokens that were generated, and the alignment of distributions over different tokens.
+The total variation equals 1 - sum of min(p, q), the rejection probability of a draft token, so it trains acceptance directly; the
+divergences have gradients where the supports do not overlap yet. Knows no model.
 """
 
 from __future__ import annotations
@@ -22,48 +21,16 @@ _ROWS = 64
 """Rows of logits whose losses are computed at once: some MB for each value between them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Teacher:
-    """The known part of the target's distributions of N next tokens.
+def aligned(probs: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the probabilities of the tokens of a draft and of all others combined, [N, K + 1]: the target's, and the draft's.
 
-    probs: [N, m], probabilities of the tokens `ids` ([m] shared by all rows, or [N, m] per row; None: all in order). The
-    remaining probability belongs to tokens about which nothing more is known.
+    probs: [N, K], the target's of these tokens; the others are tokens that the draft cannot propose. logits: [N, K], the draft's.
     """
-
-    probs: torch.Tensor
-    ids: torch.Tensor | None = None
-
-    @staticmethod
-    def of_logits(logits: torch.Tensor, ids: torch.Tensor | None = None) -> Teacher:
-        """Return the distributions of target logits [N, V]. ids: [m], the draft vocabulary."""
-        probs = torch.softmax(logits.float(), -1)
-        return Teacher(probs if ids is None else probs[:, ids], ids)
-
-    @staticmethod
-    def top_k(logits: torch.Tensor, count: int) -> Teacher:
-        """Return the `count` most probable tokens of each distribution, for storage on disk."""
-        probs, ids = torch.softmax(logits.float(), -1).topk(min(count, logits.shape[-1]))
-        return Teacher(probs, ids)
-
-    def rest(self) -> torch.Tensor:
-        """Return the probability outside the known tokens, [N]."""
-        return (1 - self.probs.sum(-1)).clamp(min=0)
-
-    def aligned_probs(
-        self, logits: torch.Tensor, columns: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the target's and the draft's probabilities of the known tokens and of the rest combined, [N, m + 1] each.
-
-        logits: the draft's, [N, W]. columns: [V] int64, the logits' column of each token, -1 for tokens outside the draft
-        vocabulary; None if column i is token i.
-        """
-        q = torch.softmax(logits.float(), -1)
-        known = q
-        if self.ids is not None:
-            indices = (self.ids if columns is None else columns[self.ids]).expand(len(q), -1)
-            known = q.gather(1, indices.clamp(min=0)) * (indices >= 0)
-        rest = (1 - known.sum(-1)).clamp(min=0)
-        return torch.cat([self.probs, self.rest()[:, None]], -1), torch.cat([known, rest[:, None]], -1)
+    p, q = (
+        torch.cat([known, (1 - known.sum(-1)).clamp(min=0)[:, None]], -1)
+        for known in (probs, torch.softmax(logits.float(), -1))
+    )
+    return p, q
 
 
 def forward_kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -136,14 +103,14 @@ class Objective:
         return torch.stack(parts).sum(0)
 
     def of_logits(
-        self, teacher: Teacher, logits: torch.Tensor, labels: torch.Tensor | None = None
+        self, probs: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (losses, acceptance probabilities of a sampled draft token), [N] each; only losses have gradients.
 
-        logits: the draft's, [N, K]. labels: as above. The gradients are computed at once, a few rows at a time: the values
+        probs, logits: as in `aligned`. labels: as above. The gradients are computed at once, a few rows at a time: the values
         between logits and losses stay in the processor's cache, and no [N, K] tensor of them is kept for the backward pass.
         """
-        return _RowLosses.apply(logits, self, teacher, labels)  # type: ignore[no-any-return, no-untyped-call]
+        return _RowLosses.apply(logits, self, probs, labels)  # type: ignore[no-any-return, no-untyped-call]
 
     def __str__(self) -> str:
         return ", ".join(name if share == 1 else f"{name}={share:g}" for name, share in self.shares)
@@ -154,7 +121,7 @@ class _RowLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, objective: Objective, teacher: Teacher, labels: torch.Tensor | None
+        ctx: Any, logits: torch.Tensor, objective: Objective, probs: torch.Tensor, labels: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (losses, acceptance probabilities), [N] each."""
         losses, accepted = torch.empty(2, len(logits), device=logits.device).unbind()
@@ -162,9 +129,8 @@ class _RowLosses(torch.autograd.Function):
         for start in range(0, len(logits), _ROWS):
             rows = slice(start, start + _ROWS)
             part = logits[rows].detach().requires_grad_(gradients is not None)
-            ids = teacher.ids[rows] if teacher.ids is not None and teacher.ids.dim() == 2 else teacher.ids
             with torch.set_grad_enabled(gradients is not None):
-                p, q = Teacher(teacher.probs[rows], ids).aligned_probs(part)
+                p, q = aligned(probs[rows], part)
                 loss = objective(p, q, None if labels is None else labels[rows])
                 if gradients is not None:
                     (gradients[rows],) = torch.autograd.grad(loss.sum(), part)
@@ -179,24 +145,3 @@ class _RowLosses(torch.autograd.Function):
         """Return the gradients of the logits, scaled by those of the losses."""
         (gradients,) = ctx.saved_tensors
         return gradients * sums[0][:, None].to(gradients.dtype), None, None, None
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """Agreement of a draft with the target over N tokens."""
-
-    acceptance: float
-    """Mean of sum of min(p, q): the acceptance probability of a sampled draft token."""
-    greedy: float
-    """Share of tokens at which both have the same most probable token."""
-    divergence: float
-    """Mean forward KL."""
-
-    @staticmethod
-    def of(p: torch.Tensor, q: torch.Tensor) -> Agreement:
-        """Compute from the probabilities that `Teacher.aligned_probs` returns."""
-        return Agreement(
-            float(torch.minimum(p, q)[:, :-1].sum(-1).mean()),
-            float((p.argmax(-1) == q.argmax(-1)).double().mean()),
-            float(forward_kl(p, q).mean()),
-        )

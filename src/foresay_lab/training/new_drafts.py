@@ -36,8 +36,6 @@ class DraftShape:
     vocabulary_size: int | None = None
     """Draft vocabulary size; None: a sixth of the target's, at least 4,096."""
     feed_forward: int | None = None
-    heads: tuple[int, int] | None = None
-    """(query heads, key heads)."""
     own_head: bool = False
     """True to train output rows for the draft vocabulary instead of using the target's."""
     layers: int | None = None
@@ -46,8 +44,6 @@ class DraftShape:
     """Positions of a block."""
     rank: int | None = None
     """Rank of a block drafter's Markov head or candidate selector; None: a ninth of the hidden size. 0: none (DFlash)."""
-    confidence: bool = True
-    """True if a block drafter predicts the acceptance of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +79,8 @@ def _head_config(model: CausalModel, shape: DraftShape, common: dict[str, Any]) 
 
 def _block_config(model: CausalModel, shape: DraftShape, common: dict[str, Any], **parts: Any) -> BlockConfig:
     rank = _rank(shape, common)
-    own = {
-        "path": PathShape("vanilla", rank) if rank else None,
-        "has_confidence": shape.confidence,
-        "confidence_reads_markov": shape.confidence and rank > 0,
-    }
+    path = PathShape("vanilla", rank) if rank else None
+    own = {"path": path, "has_confidence": True, "confidence_reads_markov": rank > 0}
     return BlockConfig(
         **common,
         sights=(Sight(),) * (shape.layers or max(1, model.num_layers // 15)),
@@ -128,9 +121,8 @@ def kind_of(config: DraftConfig) -> str:
 def causal(target: LoadedModel) -> CausalModel:
     """Return the target's model. Raises UnsupportedModelError for a model without hidden states."""
     if not isinstance(target.model, CausalModel):
-        raise UnsupportedModelError(
-            f"drafts are trained only for decoder-only transformers models, and {target.name!r} is not one"
-        )
+        text = f"drafts are trained only for decoder-only transformers models, and {target.name!r} is not one"
+        raise UnsupportedModelError(text)
     return target.model
 
 
@@ -147,11 +139,8 @@ def new_draft(kind: str, target: LoadedModel, texts: Sequence[Text], shape: Draf
     if not all(0 <= layer <= model.num_layers for layer in layers):
         text = f"must be 0 to {model.num_layers}, the layers of the target"
         raise ConfigError(text, param="hidden_layers", value=list(layers))
-    layer = layer_fields(model, shape.feed_forward)
-    if shape.heads is not None:
-        layer |= dict(zip(("num_attention_heads", "num_key_value_heads"), shape.heads, strict=True))
     common: dict[str, Any] = {
-        "layer": layer,
+        "layer": layer_fields(model, shape.feed_forward),
         "vocab_size": vocab,
         "draft_vocab_size": size,
         "hidden_layers": layers,

@@ -49,10 +49,8 @@ def count_corpus(
     with closing(reader.pieces()) as pieces:
         for batch in _batches(pieces):
             texts = [piece.text for piece in batch]
-            encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)[
-                "input_ids"
-            ]
-            for piece, ids in zip(batch, encoded, strict=True):
+            encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+            for piece, ids in zip(batch, encoded["input_ids"], strict=True):
                 room = len(ids) if max_tokens is None else max_tokens - counter.num_tokens
                 counter.add(ids[:room], more=piece.more)
             on_progress(reader.position, counter.num_tokens)

@@ -25,8 +25,6 @@ class Text:
 
     tokens: IntArray
     start: int
-    greedy: bool = False
-    """True if each generated token is the target's most probable one."""
 
     @property
     def size(self) -> int:
@@ -56,7 +54,7 @@ def read_outputs(path: str, vocab_size: int, tokenizer: str | None, length: int)
         prompt = record.prompt[-max(1, length - len(record.output)) :]
         tokens = np.array([*prompt, *record.output][:length], dtype=np.int64)
         if len(tokens) > len(prompt):
-            out.append(Text(tokens, len(prompt), recording.greedy))
+            out.append(Text(tokens, len(prompt)))
     return out
 
 
@@ -106,10 +104,8 @@ def digest(texts: Iterable[Text]) -> str:
     return hasher.hexdigest()[:16]
 
 
-def coverage(texts: Sequence[Text], token_ids: torch.Tensor | None) -> float:
-    """Return the share of the tokens that the target generated that are among `token_ids`, [K] int64; 1 for None."""
-    if token_ids is None:
-        return 1.0
+def coverage(texts: Sequence[Text], token_ids: torch.Tensor) -> float:
+    """Return the share of the tokens that the target generated that are among `token_ids`, [K] int64."""
     generated = np.concatenate([text.tokens[text.start :] for text in texts])
     return float(np.isin(generated, token_ids.numpy()).mean())
 

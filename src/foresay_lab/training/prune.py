@@ -40,9 +40,8 @@ class Shape:
         names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
         values = [getattr(config, name, None) for name in names]
         if not all(isinstance(value, int) for value in values):
-            raise UnsupportedModelError(
-                f"models of the family {config.model_type!r} cannot be pruned: they lack one of {names}"
-            )
+            text = f"models of the family {config.model_type!r} cannot be pruned: they lack one of {names}"
+            raise UnsupportedModelError(text)
         return Shape(*values)  # type: ignore[arg-type]
 
     def smaller(self, **sizes: int | None) -> Shape:
@@ -140,9 +139,10 @@ def pruned(model: Any, shape: Shape, kept: Kept) -> Any:
     expected = out.state_dict()
     wrong = [n for n in expected if n not in weights or weights[n].shape != expected[n].shape]
     if wrong:
-        raise UnsupportedModelError(
+        text = (
             f"models of the family {model.config.model_type!r} cannot be pruned: the kept parts do not give {wrong[0]}"
         )
+        raise UnsupportedModelError(text)
     out.load_state_dict({name: weights[name] for name in expected})
     out.generation_config = copy.deepcopy(model.generation_config)
     return out.eval()
@@ -205,9 +205,8 @@ def _cut(name: str, kind: str, weight: torch.Tensor, axes: Mapping[str, tuple[in
         for row in rows:
             starts.append(starts[-1] + axes[row][0])
         if starts[-1] != len(weight):
-            raise UnsupportedModelError(
-                f"a model whose {name!r} has {len(weight)} rows cannot be pruned: {starts[-1]} expected"
-            )
+            text = f"a model whose {name!r} has {len(weight)} rows cannot be pruned: {starts[-1]} expected"
+            raise UnsupportedModelError(text)
         weight = weight[torch.cat([start + axes[row][1] for start, row in zip(starts, rows, strict=False)])]
     if weight.dim() == 2:
         weight = weight[:, axes[_COLUMNS.get(kind, "hidden")][1]]

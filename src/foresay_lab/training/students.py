@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from foresay.models.drafts.head import HeadModule
 from foresay.models.drafts.path import CandidateSelector, MarkovHead, Step
 from foresay.models.huggingface.causal import CausalModel
 from foresay_lab.training.batches import Batch
-from foresay_lab.training.losses import Objective, Teacher
+from foresay_lab.training.losses import Objective
 from foresay_lab.training.teacher import TeacherHead, finished
 
 
@@ -30,69 +30,86 @@ from foresay_lab.training.teacher import TeacherHead, finished
 class Comparison:
     """N distributions of a draft, `step` tokens after the last target state that it received, and the target's.
 
-    rows, positions: [N], the text and position of each. logits: [N, K], the draft's. teacher: the target's, over the same
-    columns.
+    rows, positions: [N], the text and position of each. logits: [N, K], the draft's. probs: [N, K], the target's of the same
+    tokens.
     """
 
     step: int
     rows: torch.Tensor
     positions: torch.Tensor
     logits: torch.Tensor
-    teacher: Teacher
+    probs: torch.Tensor
     labels: torch.Tensor | None = None
     """[N] int64, the column of the text's next token; K for a token outside the draft vocabulary. None if it is not needed."""
     unary: torch.Tensor | None = None
     """[N, K], the logits that choose the candidates of a selector, which are trained, too; None without a selector."""
-    confidence: tuple[float, torch.Tensor] | None = None
-    """Weight of its loss, and [N], logits of the predicted acceptance; None if the draft predicts none."""
+    confidence: torch.Tensor | None = None
+    """[N], logits of the predicted acceptance; None if the draft predicts none."""
 
 
-class Student(Protocol):
+class Student(nn.Module, ABC):
     """A draft in training."""
 
-    steps: int
+    steps = 1
     """Tokens that it drafts in a row during training."""
-    token_ids: torch.Tensor | None
-    """[K], the draft vocabulary; None: all tokens."""
 
-    def comparisons(self, batch: Batch) -> Iterator[Comparison]:
-        """Yield the draft's and the target's distributions, step by step, at the positions of the loss mask."""
-        ...
+    def __init__(self, target: CausalModel, token_ids: torch.Tensor | None, decay: float = 1.0) -> None:
+        """token_ids: [K], the draft vocabulary; None: all tokens.
 
-
-class DraftStudent(nn.Module, ABC):
-    """Base of drafts on the target's hidden states in training."""
-
-    def __init__(self, draft: StoredDraft, target: CausalModel, *, decay: float) -> None:
-        """decay: ratio of a position's loss weight to that of the position before it."""
+        decay: ratio of a position's loss weight to that of the position before it.
+        """
         super().__init__()
-        self.draft, self.decay, self.token_ids = draft.module, decay, draft.token_ids
-        self.steps = 1
-        self._teacher = [TeacherHead(target, draft.token_ids)]  # in a list, so that it is not a submodule
-        self._embed = [embeddings_of(target, draft.config)]
+        self.token_ids, self.decay = token_ids, decay
+        self._teacher = TeacherHead(target, token_ids)
 
     def begin_batch(self, seed: int) -> None:
         """Draw the positions of the next batch, if any are drawn, by this seed, so that an interrupted run resumes exactly."""
 
-    def forward(self, batch: Batch, objective: Objective) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (sum of weighted losses, sum of weights)."""
-        return summed(self, batch, objective, self.decay)
-
     @abstractmethod
     def comparisons(self, batch: Batch) -> Iterator[Comparison]:
-        """See Student."""
+        """Yield the draft's and the target's distributions, step by step, at the positions of the loss mask."""
 
-    def _teachers(self, batch: Batch, loss_mask: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], Teacher]:
-        """Return a function from the rows and positions [N] of a loss mask to the target's distributions there."""
+    def forward(self, batch: Batch, objective: Objective) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (sum over all distributions of the weighted loss, sum of the weights), float32 scalars.
+
+        The losses of a confidence and of the logits that choose candidates are added to that of their distribution.
+        """
+        total, weights = torch.zeros(2, device=batch.tokens.device).unbind()
+        for one in self.comparisons(batch):
+            loss, accepted = objective.of_logits(one.probs, one.logits, one.labels)
+            if one.unary is not None:
+                loss = loss + objective.of_logits(one.probs, one.unary, one.labels)[0]
+            if one.confidence is not None:
+                predicted, right = one.confidence.float(), accepted.clamp(0, 1)
+                loss = loss + F.binary_cross_entropy_with_logits(predicted, right, reduction="none")
+            total = total + self.decay**one.step * loss.sum()
+            weights = weights + self.decay**one.step * len(loss)
+        return total, weights
+
+    def _probs(self, batch: Batch, loss_mask: torch.Tensor) -> torch.Tensor:
+        """Return the target's probabilities of the draft vocabulary at the N positions of a loss mask, [N, K]."""
+        return self._teacher.probs(batch.last[loss_mask], batch.log_sum[loss_mask])
+
+
+class DraftStudent(Student):
+    """Base of drafts on the target's hidden states in training."""
+
+    def __init__(self, draft: StoredDraft, target: CausalModel, *, decay: float) -> None:
+        super().__init__(target, draft.token_ids, decay)
+        self.draft = draft.module
+        self._embed = [embeddings_of(target, draft.config)]  # in a list, so that it is not a submodule
+
+    def _teachers(self, batch: Batch, loss_mask: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Return a function from the rows and positions [N] of a loss mask to the target's probabilities there, [N, K]."""
         index = torch.full(loss_mask.shape, -1, device=loss_mask.device)
         index[loss_mask] = torch.arange(int(loss_mask.sum()), device=loss_mask.device)
-        probs = self._teacher[0].probs(batch.last[loss_mask], batch.log_sum[loss_mask])
-        return lambda rows, positions: Teacher(probs[index[rows, positions]])
+        probs = self._probs(batch, loss_mask)
+        return lambda rows, positions: probs[index[rows, positions]]
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return the logits [N, K] of the inputs of the output layer [N, D]."""
         own = self.draft.lm_head
-        weight = self._teacher[0].weight.to(states.device) if own is None else own.weight
+        weight = self._teacher.weight.to(states.device) if own is None else own.weight
         return states @ weight.T.to(states.dtype)
 
     @torch.no_grad()
@@ -131,14 +148,11 @@ class BlockStudent(DraftStudent):
     An anchor is a position whose next token is the target's own output; its block predicts the tokens after it.
     """
 
-    def __init__(
-        self, draft: StoredDraft, target: CausalModel, *, decay: float, anchors: int | None, confidence: float = 1.0
-    ) -> None:
-        """anchors: blocks of each text in a training step; None for one at each possible position. confidence: weight of the
-        confidence loss."""
+    def __init__(self, draft: StoredDraft, target: CausalModel, *, decay: float, anchors: int | None) -> None:
+        """anchors: blocks of each text in a training step; None for one at each possible position."""
         super().__init__(draft, target, decay=decay)
         assert isinstance(draft.config, BlockConfig)
-        self.anchors, self.confidence, self.config = anchors, confidence, draft.config
+        self.anchors, self.config = anchors, draft.config
         self.steps = draft.config.num_draft_tokens
         self._columns: torch.Tensor | None = None
         self._seed = 0
@@ -181,7 +195,7 @@ class BlockStudent(DraftStudent):
                 parts = [hidden]
                 if self.config.confidence_reads_markov and isinstance(path, MarkovHead):
                     parts.append(path.markov_w1(previous))
-                confidence = self.confidence, head.proj(torch.cat(parts, -1))[:, 0]
+                confidence = head.proj(torch.cat(parts, -1))[:, 0]
             following = tokens[rows, positions + 1]
             labels = following if self._columns is None else self._columns.to(tokens.device)[following]
             chooses = unary if isinstance(path, CandidateSelector) else None
@@ -205,19 +219,13 @@ class BlockStudent(DraftStudent):
         return chosen.gather(1, order) * valid, valid
 
 
-class ModelStudent(nn.Module):
+class ModelStudent(Student):
     """A draft model with the target's vocabulary, which reads the text alone."""
 
     def __init__(self, model: Any, target: CausalModel, token_ids: torch.Tensor | None = None) -> None:
         """model: a causal transformers model. token_ids: [K], the draft vocabulary of decoding."""
-        super().__init__()
-        self.model, self.steps = model, 1
-        self.token_ids = token_ids
-        self._teacher = [TeacherHead(target, token_ids)]
-
-    def forward(self, batch: Batch, objective: Objective) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (sum of losses, number of losses)."""
-        return summed(self, batch, objective, 1.0)
+        super().__init__(target, token_ids)
+        self.model = model
 
     def comparisons(self, batch: Batch) -> Iterator[Comparison]:
         """See Student."""
@@ -227,10 +235,10 @@ class ModelStudent(nn.Module):
             input_ids=batch.tokens, attention_mask=(positions < batch.sizes[:, None]).long(), use_cache=False
         ).last_hidden_state
         rows, label_positions = loss_mask.nonzero(as_tuple=True)
-        probs = self._teacher[0].probs(batch.last[loss_mask], batch.log_sum[loss_mask])
+        probs = self._probs(batch, loss_mask)
         config = self.model.config.get_text_config(decoder=True)
         logits = finished(self._scores(hidden[loss_mask])[:, : probs.shape[1]], config)
-        yield Comparison(0, rows, label_positions, logits, Teacher(probs))
+        yield Comparison(0, rows, label_positions, logits, probs)
 
     def _scores(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of hidden states [N, H], over all tokens or over the draft vocabulary."""
@@ -239,24 +247,3 @@ class ModelStudent(nn.Module):
             return head(hidden)  # type: ignore[no-any-return]
         ids = self.token_ids.to(hidden.device)
         return F.linear(hidden, head.weight[ids], None if head.bias is None else head.bias[ids])
-
-
-def summed(student: Student, batch: Batch, objective: Objective, decay: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (sum over all distributions of the weighted loss, sum of the weights), float32 scalars.
-
-    The losses of a confidence and of the logits that choose candidates are added to that of their distribution.
-    """
-    total = torch.zeros((), device=batch.tokens.device)
-    weights = torch.zeros((), device=batch.tokens.device)
-    for one in student.comparisons(batch):
-        loss, accepted = objective.of_logits(one.teacher, one.logits, one.labels)
-        if one.unary is not None:
-            loss = loss + objective.of_logits(one.teacher, one.unary, one.labels)[0]
-        if one.confidence is not None:
-            weight, predicted = one.confidence
-            loss = loss + weight * F.binary_cross_entropy_with_logits(
-                predicted.float(), accepted.clamp(0, 1), reduction="none"
-            )
-        total = total + decay**one.step * loss.sum()
-        weights = weights + decay**one.step * len(loss)
-    return total, weights

@@ -8,11 +8,12 @@ its probabilities. Knows no draft.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,8 +27,6 @@ from foresay.models.drafts.base import target_rows
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.model import MAX_TOKENS
 from foresay_lab.training.outputs import Text
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,45 +82,38 @@ class CachedPasses:
 
     def prepare(self, text: Text) -> None:
         """Make a text's file, unless it exists and has all requested hidden states."""
-        if not self._names_of(text).issuperset(self._names):
+        with self._opened(text) as file:
+            missing = file is None or not set(self._names) <= set(file.keys())
+        if missing:
             self(text)
 
     def __call__(self, text: Text) -> TargetOutputs:
         """Return the target's outputs for a text."""
-        cached = self._read(text)
-        if not all(name in cached for name in self._names):
+        with self._opened(text) as file:  # all its tensors, if a requested one is missing
+            stored = set[str]() if file is None else set(file.keys())
+            names = self._names if stored.issuperset(self._names) else sorted(stored)
+            cached = {name: file.get_tensor(name) for name in names}
+        if not stored.issuperset(self._names):
             outputs = self._passes(text)
             width = outputs.last.shape[-1]
             new = dict(zip(self._names, torch.split(outputs.states, width, -1), strict=False)) if width else {}
             cached |= new | {"last": outputs.last, "log_sum": outputs.log_sum}
-            self._write(text, cached)
+            with atomic_write(self._path(text), parents=True) as temporary:
+                save_file({name: one.contiguous() for name, one in cached.items()}, temporary)
         layers = [cached[name] for name in self._names[:-2]]
-        return TargetOutputs(
-            torch.cat(layers, -1) if layers else cached["last"][:, :0], cached["last"], cached["log_sum"]
-        )
+        states = torch.cat(layers, -1) if layers else cached["last"][:, :0]
+        return TargetOutputs(states, cached["last"], cached["log_sum"])
 
-    def _read(self, text: Text) -> dict[str, torch.Tensor]:
-        """Return the requested tensors, or all tensors of the file if a requested one is missing."""
-        stored = self._names_of(text)
-        names = self._names if stored.issuperset(self._names) else sorted(stored)
-        return self._opened(text, lambda file: {name: file.get_tensor(name) for name in names}) if stored else {}
-
-    def _names_of(self, text: Text) -> set[str]:
-        """Return the names of the stored tensors of a text."""
-        return self._opened(text, lambda file: set(file.keys())) if self._path(text).is_file() else set()
-
-    def _opened(self, text: Text, read: Callable[[Any], T]) -> T:
+    @contextmanager
+    def _opened(self, text: Text) -> Iterator[Any]:
+        """Open a text's file; yield None without one."""
         path = self._path(text)
         try:
-            with safe_open(path, "pt") as file:
-                return read(file)
+            with safe_open(path, "pt") if path.is_file() else nullcontext() as file:
+                yield file
         except (OSError, SafetensorError) as error:
             problem = f"cannot be read: {error}; remove it to compute it again"
             raise ConfigError(problem, param="path", value=path) from None
-
-    def _write(self, text: Text, tensors: dict[str, torch.Tensor]) -> None:
-        with atomic_write(self._path(text), parents=True) as temporary:
-            save_file({name: one.contiguous() for name, one in tensors.items()}, temporary)
 
     def _path(self, text: Text) -> Path:
         name = sha256(text.tokens.tobytes()).hexdigest()[:32]
@@ -148,20 +140,15 @@ class TeacherHead:
     def probs(self, last: torch.Tensor, log_sum: torch.Tensor) -> torch.Tensor:
         """Return the tokens' probabilities [N, m] from `last` [N, H] and `log_sum` [N]. The rest belongs to other tokens."""
         with torch.autocast(last.device.type, enabled=False):  # in float32, whatever the draft's precision
-            scores = self.finish(last.float() @ self.weight.to(last.device).T)
+            scores = finished(last.float() @ self.weight.to(last.device).T, self._config)
             return (scores - log_sum[:, None]).exp()
-
-    def finish(self, scores: torch.Tensor) -> torch.Tensor:
-        """Apply the target's scaling and capping to the output layer's scores."""
-        return finished(scores, self._config)
 
     def check(self, outputs: TargetOutputs) -> None:
         """Compare the scores of all tokens with the target's outputs. Raises UnsupportedModelError if they differ."""
-        recomputed = self.finish(outputs.last[:16].float().to(self.weight.device) @ self.weight.T).logsumexp(-1).cpu()
-        if not torch.allclose(recomputed, outputs.log_sum[:16], atol=0.05, rtol=0.02):
-            raise UnsupportedModelError(
-                "the target's scores are not its output layer's rows times its last hidden state"
-            )
+        scores = finished(outputs.last[:16].float().to(self.weight.device) @ self.weight.T, self._config)
+        if not torch.allclose(scores.logsumexp(-1).cpu(), outputs.log_sum[:16], atol=0.05, rtol=0.02):
+            text = "the target's scores are not its output layer's rows times its last hidden state"
+            raise UnsupportedModelError(text)
 
 
 def finished(scores: torch.Tensor, config: Any) -> torch.Tensor:

@@ -20,7 +20,7 @@ from foresay.text.prompts import as_chat
 from foresay_lab.bench.executor import BenchExecutor
 from foresay_lab.bench.settings import BenchSettings
 from foresay_lab.data.requests import RequestBuilder
-from foresay_lab.replay.grid import Grid
+from foresay_lab.replay.grid import replayer
 from foresay_lab.replay.record import Recorder, header
 from foresay_lab.workers.pool import Begun, Plain, Result
 
@@ -111,7 +111,7 @@ def _bench(setup: Plain) -> Job:
 KINDS: dict[str, Callable[[Plain], Job]] = {
     "generate": _generate,
     "record": _record,
-    "replay": lambda setup: _calls(Grid.of(setup)),
+    "replay": lambda setup: _calls(replayer(setup)),
     "bench": _bench,
 }
 _job: Job

@@ -12,7 +12,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from foresay.checks import check_int
 from foresay.errors import ConfigError, ForesayError
 
 logger = logging.getLogger("foresay")
@@ -149,11 +148,6 @@ class Pool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def check_workers(count: int) -> int:
-    """Raise ConfigError for a number of workers out of range."""
-    return check_int("--workers", count, 1, 1024)
 
 
 def in_order(results: Iterator[tuple[int, Any]]) -> Iterator[Any]:

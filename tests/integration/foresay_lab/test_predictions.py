@@ -23,9 +23,8 @@ from foresay.models.huggingface.causal import CausalModel
 from foresay_lab import tune
 from foresay_lab.candidates import PAYS, Confirmed, pick
 from foresay_lab.measure import live_run, profile
-from foresay_lab.replay.predict import expect
 from foresay_lab.replay.record import record
-from foresay_lab.replay.replay import Replay
+from foresay_lab.replay.replay import Replay, expect
 from foresay_lab.tune import Tuner
 from helpers.families import make
 from helpers.heads import random_head

@@ -37,8 +37,8 @@ from foresay.models.table import TableModel
 from foresay.records.profile import Profile, Timing
 from foresay.records.recording import Record, Recording
 from foresay.text.stream import StopStrings
+from foresay_lab.replay import replay as replaying
 from foresay_lab.replay import sampled as coupled
-from foresay_lab.replay.hidden_states import RecordedStates
 from foresay_lab.replay.precomputed import can_precompute, precompute
 from foresay_lab.replay.record import record
 from foresay_lab.replay.replay import Replay, ratio, replay
@@ -321,10 +321,13 @@ def test_drafts_of_hidden_states_are_those_of_live_decoding(
         return replayed(plain, drafter, batch_size=batch, target=target), found
 
     assert both() == (steps, wanted) and wanted
-    honest = RecordedStates.__call__
-    monkeypatch.setattr(
-        RecordedStates, "__call__", lambda self, text: {n: s.roll(-1, 0) for n, s in honest(self, text).items()}
-    )
+    honest = replaying.recorded_states
+
+    def shifted(*of: Any) -> Callable[[int], dict[int, torch.Tensor]]:
+        states = honest(*of)
+        return lambda text: {layer: one.roll(-1, 0) for layer, one in states(text).items()}
+
+    monkeypatch.setattr(replaying, "recorded_states", shifted)
     assert both()[1] != wanted
     with refused("drafter"):
         replayed(plain, reading(kind, target))
@@ -341,7 +344,6 @@ def test_what_no_recording_can_answer(plain: Recording, caplog: pytest.LogCaptur
         (lambda: replayed(plain, MaxGram(), rule=make_rule("lenience")), "rule", "lenience"),
         (lambda: replayed(plain, filler), "filler_top_k", ANY),
         (lambda: replayed(plain, Cascade([filler, MaxGram()], [[2, 2], [0, 0]])), "filler_top_k", ANY),
-        (lambda: replay(plain, MaxGram(), ThroughputLength()), "length", "throughput"),
         (lambda: replayed(plain, Failing()), "drafter", "GuardedDrafter"),
     ]
     for call, param, value in calls:

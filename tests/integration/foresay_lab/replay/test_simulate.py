@@ -214,12 +214,10 @@ def test_arrivals(tmp_path: Path) -> None:
             from_trace(file)
 
 
-def test_what_cannot_be_simulated_is_an_error(tmp_path: Path) -> None:
+def test_what_cannot_be_simulated_is_an_error() -> None:
     sampled = replace(recording(), params={"temperature": 0.7, "max_new_tokens": TOKENS})
     reads = SuffixDrafter()
     reads.hidden_layers = (2,)
     refuses(lambda: undrafted(sampled, profile(), [0.0], 1), "recording")
     refuses(lambda: simulate(recording(), profile(), [0.0], reads, ConstantLength(2)), "drafter", "SuffixDrafter")
     refuses(lambda: undrafted(recording(), Profile("m", "f", {}, (), ()), [0.0], 1), "profile")
-    refuses(lambda: poisson(0, 5), "rate", 0)
-    refuses(lambda: from_trace(tmp_path / "none"), "path")

@@ -17,13 +17,14 @@ from foresay_lab.check.compare import (
     MIN_TOKENS,
     Change,
     Check,
+    CheckResult,
+    Counts,
     Difference,
     changes,
     check_comparable,
     notes,
     text_differences,
 )
-from foresay_lab.check.result import CheckResult, Counts
 from helpers.fuzz_mutators import mutate_bytes, mutate_json
 from helpers.refusals import refused, refuses
 

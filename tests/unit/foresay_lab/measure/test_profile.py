@@ -24,8 +24,7 @@ from foresay.records.recording import Record, Recording
 from foresay_lab.measure import profile as lab
 from foresay_lab.measure import roofline as floors
 from foresay_lab.measure.profile import measure, measure_drafting, medians, profile, quartiles
-from foresay_lab.replay.predict import expect
-from foresay_lab.replay.replay import PassCost, Replay
+from foresay_lab.replay.replay import PassCost, Replay, expect
 from helpers import tiny
 from helpers.families import VOCAB, make
 from helpers.refusals import refused

@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import metadata_load
 
 from foresay.records.results import Cell, Results, Run
-from foresay_lab.report.card import RELATION, CardFacts, model_card
+from foresay_lab.report.card import RELATION, model_card
 
 FACTS: dict[str, Any] = {
     "repo": "me/draft",
@@ -32,7 +32,7 @@ def results(method: str, **provenance: Any) -> Results:
 
 
 def test_metadata_and_text(tmp_path: Path) -> None:
-    card = model_card(CardFacts(**FACTS, license="mit"))
+    card = model_card(**FACTS, license="mit")
     (tmp_path / "README.md").write_text(card)
     assert metadata_load(tmp_path / "README.md") == {
         "base_model": "org/target",
@@ -64,7 +64,7 @@ def test_what_a_note_reports() -> None:
         "provenance": {"versions": {"torch": "2.13.0"}, "arguments": ["/home/me"], "machine": {"processor": "x"}},
         "prompts": ["private.jsonl"],
     }
-    card = model_card(CardFacts(**FACTS, note=note))
+    card = model_card(**FACTS, note=note)
     for line in (
         "- texts: 15,680",
         "- minutes of training: 72.5",
@@ -84,7 +84,7 @@ def test_a_hostile_note_becomes_no_markup(tmp_path: Path) -> None:
         {"held_out": {"loss": float("nan")}},
     ]
     for note in notes:
-        card = model_card(CardFacts(**FACTS, note=note))
+        card = model_card(**FACTS, note=note)
         assert MARKUP.search(card) is None and "nan" not in card
         (tmp_path / "README.md").write_text(card)
         assert "license" not in (metadata_load(tmp_path / "README.md") or {})
@@ -92,10 +92,10 @@ def test_a_hostile_note_becomes_no_markup(tmp_path: Path) -> None:
 
 def test_the_measured_table() -> None:
     found = results("head(/home/me/out), 3", machine={"processor": "EPYC", "cores": 2, "odd": ["x"]})
-    card = model_card(CardFacts(**FACTS, results=found, names={"/home/me/out": "me/draft"}))
+    card = model_card(**FACTS, results=found, names={"/home/me/out": "me/draft"})
     assert "| head(me/draft), 3 | shipped | 1 | greedy | 2.00x |" in card and "| plain | shipped |" in card
     assert "/home/me" not in card and "\nMachine: processor: EPYC, cores: 2.\n" in card
-    card = model_card(CardFacts(**FACTS, results=results(HOSTILE, machine={HOSTILE: HOSTILE})))
+    card = model_card(**FACTS, results=results(HOSTILE, machine={HOSTILE: HOSTILE}))
     row = next(line for line in card.splitlines() if "onerror" in line)
     assert row.startswith("| &lt;img") and row.replace("\\|", "").count("|") == 10
     assert MARKUP.search(card) is None
