@@ -25,12 +25,11 @@ def aligned(probs: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, to
     """Return the probabilities of the tokens of a draft and of all others combined, [N, K + 1]: the target's, and the draft's.
 
     probs: [N, K], the target's of these tokens; the others are tokens that the draft cannot propose. logits: [N, K], the draft's.
+    The draft's probability of others is 0, not the rest of a sum, whose rounding would have a gradient.
     """
-    p, q = (
-        torch.cat([known, (1 - known.sum(-1)).clamp(min=0)[:, None]], -1)
-        for known in (probs, torch.softmax(logits.float(), -1))
-    )
-    return p, q
+    rest = (1 - probs.sum(-1, keepdim=True)).clamp(min=0)
+    q = torch.softmax(logits.float(), -1)
+    return torch.cat([probs, rest], -1), torch.cat([q, torch.zeros_like(rest, dtype=q.dtype)], -1)
 
 
 def forward_kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
