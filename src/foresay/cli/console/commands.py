@@ -189,7 +189,7 @@ def _compare(session: ChatSession, value: str) -> None:
         methods = table.methods(session.generator, session.draft, session.length)
         given = (methods, session.draft, session.params, 1)
         rows = table.compare(session.generator, prompt if raw else tuple(prompt), *given, advance, raw=raw)
-    table.show(rows, session.generator)
+    table.show(rows, session.generator, session.loading)
 
 
 def _save(*, replace: bool) -> Action:

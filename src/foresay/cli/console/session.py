@@ -55,6 +55,8 @@ class ChatSession:
     interactive: bool
     """True on a terminal: Ctrl-C then ends an answer, not the program."""
     system: str | None = None
+    loading: str = ""
+    """Options by which the model was loaded, as they were typed, for /compare."""
     template: bool = False
     trace: bool = False
     rule: str = "speculative"
