@@ -31,7 +31,7 @@ from helpers.reference import enumerated, joint
 from helpers.sequential import value_of
 from helpers.support import Loop, changed
 
-SIZE, LENGTH, SAMPLES, PROMPT = 5, 4, 1500, [1, 2, 1]
+SIZE, LENGTH, SAMPLES, PROMPT = 5, 4, 1200, [1, 2, 1]
 PARAMS = SamplingParams(temperature=2.0, max_new_tokens=LENGTH, ignore_eos=True)
 
 
