@@ -208,19 +208,19 @@ def gemma() -> CausalModel:
 @pytest.mark.parametrize(
     ("rule", "nodes", "assistant", "others"),
     [
-        ("speculative", 0, {}, False),
+        ("speculative", 0, {"gain": 16.0}, False),
         ("block", 0, {"ordered": True}, False),
         ("speculative", 6, {}, False),
-        ("speculative", 0, {"gain": 4.0}, True),
+        ("speculative", 0, {"gain": 16.0}, True),
     ],
 )
 def test_assistants_leave_the_distribution(
     rule: str, nodes: int, assistant: dict[str, Any], others: bool, gemma: CausalModel
 ) -> None:
-    """Control: the probabilities that are recorded are those of other tokens."""
+    """Control: the probabilities that are recorded are those of other tokens. A sharp draft shows it by few outputs."""
     drafts = Assistant(read(assistant_model(vocab_size=SIZE, **{"gain": 2.0, **assistant})), gemma)
     drafter: Any = AssistantDrafter(drafts, SIZE, nodes=nodes)
     if others:
         drafter = changed(drafter, lambda one: {"distributions": one.distributions.roll(1, -1).contiguous()})
-    found = compared(gemma, drafter, rule, nodes=nodes, length=3, gamma=2, samples=1200, temperature=1.5)
+    found = compared(gemma, drafter, rule, nodes=nodes, length=3, gamma=2, samples=400, temperature=1.5)
     assert (found < ALPHA) == others
