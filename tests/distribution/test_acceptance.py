@@ -12,7 +12,6 @@ from foresay.decoding.acceptance import Block, _extra_tokens, _joint, make_rule,
 from foresay.decoding.distributions import Distributions
 from foresay.decoding.proposal import Proposal
 from foresay.decoding.randomness import Streams
-from foresay.errors import UnknownNameError
 
 
 def distribution(generator: torch.Generator, size: int, kind: str) -> torch.Tensor:
@@ -161,8 +160,3 @@ def test_a_rejected_point_mass_is_never_the_extra_token() -> None:
         for u in torch.linspace(0.001, 0.999, 200).tolist()
     }
     assert drawn == {0, 1}
-
-
-def test_an_unknown_rule_offers_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match="Did you mean 'coupled'"):
-        make_rule("couple")

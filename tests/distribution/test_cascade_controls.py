@@ -48,9 +48,10 @@ def three(lenience: float = 1.0) -> Cascade:
     return Cascade([model(DRAFT), model(SMALL), MaxGram()], [[3, 2, 1], [0, 2, 2], [0, 0, 2]], lenience=lenience)
 
 
-@pytest.mark.parametrize("make", [two, three])
-@pytest.mark.parametrize("lenience", [1.0, 2.0])
-@pytest.mark.parametrize("rule", ["speculative", "block"])
+@pytest.mark.parametrize(
+    ("make", "lenience", "rule"),
+    [(two, 1.0, "speculative"), (two, 2.0, "block"), (three, 1.0, "block"), (three, 2.0, "speculative")],
+)
 def test_the_intact_cascade_survives(make: Callable[[float], Cascade], lenience: float, rule: str) -> None:
     assert value(make(lenience), rule) > ALPHA
 

@@ -39,8 +39,8 @@ from helpers.reference import joint, p_value
 from helpers.sequential import decided
 from helpers.support import Loop
 
-SEEDS, LENGTH, SIZE = 1200, 2, 40
-TARGET = TableModel(torch.tensor([0.5, 0.5] + [0.0] * (SIZE - 2)).expand(SIZE, SIZE, SIZE))
+SEEDS, LENGTH, SIZE = 600, 2, 40
+TARGET = TableModel(torch.tensor([0.75, 0.25] + [0.0] * (SIZE - 2)).expand(SIZE, SIZE, SIZE))
 DRAFT = TableModel(torch.tensor([0.05, 0.95] + [0.0] * (SIZE - 2)).expand(SIZE, SIZE, SIZE))
 Request = tuple[list[int], SamplingParams]
 Make = Callable[[int, list[int]], Request]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -17,7 +17,6 @@ from foresay.decoding.outcome import FinishReason
 from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.protocols import Drafter, LengthPolicy
 from foresay.decoding.randomness import Purpose
-from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, MaxGram, Memory, ModelDrafter, NgramStore, NgramStoreDrafter, SuffixDrafter
 from foresay.engine import Engine
@@ -25,7 +24,7 @@ from foresay.lengths import ConfidenceLength, ConstantLength, EntropyLength
 from helpers.distribution_cells import ALPHA, DRAFT, PROMPT, RULES, SIZE, SMALL, TARGET
 from helpers.reference import distribution, p_value
 from helpers.sequential import decided
-from helpers.support import Loop, run
+from helpers.support import Loop, changed, run
 
 SAMPLES = 500
 DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
@@ -174,18 +173,15 @@ def test_a_processor_that_fails_on_the_drafts_side_hurts_nobody() -> None:
 # -- draft distributions that are not finite ----------------------------------------------------------------------------
 
 
-class Poisoned(ModelDrafter):
+def poisoned(place: int, poison: float) -> Any:
     """A draft model whose distributions turn into something else at one position."""
 
-    def __init__(self, place: int, poison: float) -> None:
-        super().__init__(DRAFT, SIZE)
-        self.place, self.poison = place, poison
+    def change(full: Any) -> dict[str, Any]:
+        if full.width > place:
+            full.distributions[full.distribution_index[:, place].clamp(min=0)] = poison
+        return {}
 
-    def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
-        full = super().propose(rows, budget, policy)
-        if full.distributions is not None and full.distribution_index is not None and full.width > self.place:
-            full.distributions[full.distribution_index[:, self.place].clamp(min=0)] = self.poison
-        return full
+    return changed(ModelDrafter(DRAFT, SIZE), change)
 
 
 @pytest.mark.parametrize(("rule", "place"), [("speculative", 0), ("block", 1)])
@@ -196,7 +192,7 @@ def test_a_draft_distribution_that_is_none_is_the_drafters_failure(rule: str, pl
 
     def look(seeds: range) -> float:
         each = [SamplingParams.of(params, seed=seed) for seed in seeds]
-        loop = Loop(TARGET, drafter=Poisoned(place, poison), rule=rule, max_batch_size=64)
+        loop = Loop(TARGET, drafter=poisoned(place, poison), rule=rule, max_batch_size=64)
         firsts.extend(one[:1] for one in loop.outputs([PROMPT] * len(each), each))
         assert "does not sum to 1" in str(loop.engine.drafter and loop.engine.drafter.last_error)
         assert loop.engine.draft_failures > 0
@@ -208,21 +204,24 @@ def test_a_draft_distribution_that_is_none_is_the_drafters_failure(rule: str, pl
 # -- a seed given twice ---------------------------------------------------------------------------------------------------
 
 
-def compare_with_plain(rule: str) -> None:
-    """Assert that n-gram drafters leave a seed's text, also where a second request copies from what the first one wrote."""
+def leave_texts(rule: str) -> bool:
+    """True if n-gram drafters leave a seed's text, also where a second request copies from what the first one wrote."""
     params = [SamplingParams(temperature=1.0, seed=seed, max_new_tokens=30) for seed in range(20)]
     plain, _, _ = run(TARGET, [PROMPT] * 20, params)
     memory, store = Memory(max_tokens=512), NgramStore(3)
     made = [lambda: None, lambda: SuffixDrafter(memory), lambda: NgramStoreDrafter(3, store=store)]
     for drafter in (one() for one in made for _ in range(2)):
         ours, steps, _ = run(TARGET, [PROMPT] * 20, params, drafter=drafter, rule=rule, gamma=5, max_batch_size=7)
-        assert ours == plain and any(step.num_accepted for step in steps) == (drafter is not None)
+        assert any(step.num_accepted for step in steps) == (drafter is not None)
+        if ours != plain:
+            return False
+    return True
 
 
 @pytest.mark.parametrize("rule", ["speculative", "block", "match"])
 def test_a_seed_writes_the_text_of_plain_decoding_under_n_gram_drafters(rule: str) -> None:
     """In test_copied_texts.py, a model drafts too."""
-    compare_with_plain(rule)
+    assert leave_texts(rule)
 
 
 def test_draft_tokens_tested_by_the_numbers_they_were_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,8 +235,7 @@ def test_draft_tokens_tested_by_the_numbers_they_were_made_of(monkeypatch: pytes
         return Verification(count, acceptance._extra_tokens(target, proposal, count, numbers), count)
 
     monkeypatch.setattr(acceptance.Speculative, "verify", verify)
-    with pytest.raises(AssertionError):
-        compare_with_plain("speculative")
+    assert not leave_texts("speculative")
 
 
 # -- batches -------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,24 +13,24 @@ from foresay.decoding.acceptance import Block, Coupled, Match, Speculative
 from foresay.decoding.distributions import Distributions
 from foresay.decoding.draws import draw
 from foresay.decoding.proposal import Proposal, Verification
-from foresay.decoding.protocols import LengthPolicy, Rule
+from foresay.decoding.protocols import Drafter, Rule
 from foresay.decoding.randomness import Purpose, Streams
-from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import draft_chain
 from foresay.models.table import TableModel
 from helpers.distribution_cells import ALPHA, DRAFT, LENGTH, PARAMS, PROMPT, SIZE, TARGET
 from helpers.reference import joint
 from helpers.sequential import value_of
-from helpers.support import Loop, ModelDrafter, run
+from helpers.support import Loop, ModelDrafter, changed, run
 
 Patch = pytest.MonkeyPatch
 SAMPLES = 1500
 
 
-def value(rule: type[Rule], drafter: type[ModelDrafter] = ModelDrafter) -> float:
+def value(rule: type[Rule], drafter: Drafter | None = None) -> float:
     """The p-value of what a (broken) rule and drafter write."""
-    loop = Loop(TARGET, drafter=drafter(DRAFT, SIZE), rule=rule(), gamma=3, max_batch_size=500)
+    drafter = drafter or ModelDrafter(DRAFT, SIZE)
+    loop = Loop(TARGET, drafter=drafter, rule=rule(), gamma=3, max_batch_size=500)
     return value_of(loop, PROMPT, PARAMS["plain"], joint(TARGET, PARAMS["plain"], PROMPT, LENGTH), SAMPLES)
 
 
@@ -72,37 +73,25 @@ def test_uniforms_keyed_by_position(monkeypatch: Patch) -> None:
     assert _long_blocks() < ALPHA
 
 
-class _DropsUnlikely(ModelDrafter):
-    """Drops a sampled token because its own q is low: that conditions the distribution it was drawn from."""
-
-    def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
-        full = super().propose(rows, budget, policy)
-        if full.distributions is None or full.distribution_index is None:
-            return full
-        q = full.distributions[full.distribution_index.clamp(min=0), full.token_ids]
-        keep = (q > 0.25).long().cumprod(-1).sum(-1)
-        counts = torch.minimum(keep, torch.tensor(full.num_tokens)).tolist()
-        return Proposal(full.token_ids, counts, full.distributions, full.distribution_index)
+def _drops_unlikely(full: Any) -> dict[str, Any]:
+    """A sampled token is dropped because its own q is low: that conditions the distribution it was drawn from."""
+    q = full.distributions[full.distribution_index.clamp(min=0), full.token_ids]
+    keep = (q > 0.25).long().cumprod(-1).sum(-1)
+    return {"num_tokens": torch.minimum(keep, torch.tensor(full.num_tokens)).tolist()}
 
 
-class _Mislabelled(ModelDrafter):
-    """Records q at another temperature than the tokens were drawn at."""
-
-    def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
-        full = super().propose(rows, budget, policy)
-        if full.distributions is None:
-            return full
-        cooler = full.distributions.square() / full.distributions.square().sum(-1, keepdim=True)
-        return Proposal(full.token_ids, full.num_tokens, cooler, full.distribution_index)
+def _mislabelled(full: Any) -> dict[str, Any]:
+    """The recorded q is at another temperature than the tokens were drawn at."""
+    return {"distributions": full.distributions.square() / full.distributions.square().sum(-1, keepdim=True)}
 
 
 @pytest.mark.parametrize(
-    ("drafter", "rule"), [(_DropsUnlikely, Speculative), (_DropsUnlikely, Block), (_Mislabelled, Speculative)]
+    ("change", "rule"), [(_drops_unlikely, Speculative), (_drops_unlikely, Block), (_mislabelled, Speculative)]
 )
 def test_a_dropped_unlikely_token_or_another_distribution_than_the_one_drawn_from(
-    drafter: type[ModelDrafter], rule: type[Rule]
+    change: Callable[[Any], dict[str, Any]], rule: type[Rule]
 ) -> None:
-    assert value(rule, drafter) < ALPHA
+    assert value(rule, changed(ModelDrafter(DRAFT, SIZE), change)) < ALPHA
 
 
 @pytest.mark.parametrize("rule", [Speculative, Block, Match])

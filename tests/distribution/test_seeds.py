@@ -22,9 +22,9 @@ from helpers.sequential import decided
 from helpers.support import run
 
 Patch = pytest.MonkeyPatch
-SAMPLES = 300
+SAMPLES = 160
 SHARP = TableModel(torch.tensor([0.6, 0.3, 0.1]).expand(3, 3, 3))
-VAGUE = TableModel(torch.tensor([0.2, 0.3, 0.5]).expand(3, 3, 3))
+VAGUE = TableModel(torch.tensor([0.04, 0.36, 0.6]).expand(3, 3, 3))
 
 
 class Learning(LengthPolicy):

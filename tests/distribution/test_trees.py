@@ -27,7 +27,7 @@ from helpers.support import Loop, run
 from helpers.trees import TableTree
 
 Patch = pytest.MonkeyPatch
-SAMPLES = 600
+SAMPLES = 450
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "drawn and named": lambda: TableTree(DRAFT),
     "drawn": lambda: TableTree(DRAFT, named=()),

@@ -26,6 +26,7 @@ from transformers.models.gemma4_unified_assistant.modeling_gemma4_unified_assist
 from foresay.models.drafts.assistant import AssistantModule
 from foresay.models.sources.assistants import load_assistant
 from helpers.families import FAMILIES
+from helpers.gguf_image import Image, Tensor
 
 _CLASSES: dict[str, tuple[Any, Any, Any]] = {
     "gemma4": (Gemma4TextConfig, Gemma4AssistantConfig, Gemma4AssistantForCausalLM),
@@ -80,23 +81,15 @@ def write_gguf(
     kinds: Mapping[str, str] | None = None,
 ) -> Path:
     """A GGUF file. values: without the architecture's prefix, except those of the tokenizer. kinds: of quantized tensors."""
-    writer = gguf.GGUFWriter(path, arch)
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    for name, value in values.items():
-        key = name if name.startswith("tokenizer.") else f"{arch}.{name}"
-        (writer.add_array if isinstance(value, list) else add[type(value)])(key, value)
+    known = {name: value for name, value in values.items() if value != []}
+    image = Image([], []).changed({"general.architecture": arch, **known})
     for name, tensor in tensors.items():
-        data, kind = np.ascontiguousarray(tensor), (kinds or {}).get(name.split(".")[-2] if "." in name else "")
-        if kind is None:
-            writer.add_tensor(name, data)
-        else:
-            of = gguf.GGMLQuantizationType[kind]
-            writer.add_tensor(name, gguf.quantize(data, of), raw_dtype=of)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+        data = np.ascontiguousarray(tensor)
+        quantized = (kinds or {}).get(name.split(".")[-2] if "." in name else "")
+        kind = gguf.GGMLQuantizationType[quantized or f"{data.dtype.kind}{8 * data.itemsize}".upper()]
+        stored = gguf.quantize(data, kind) if quantized else data
+        image.tensors.append(Tensor(name.encode(), [*data.shape[::-1]], int(kind), stored.tobytes()))
+    return image.write(path)
 
 
 def written(

@@ -11,6 +11,7 @@ from foresay.models.drafts.base import StoredDraft
 from foresay.models.drafts.block_config import MARKOV, BlockConfig, PathShape, Sight
 from foresay.models.drafts.block_module import BlockModule
 from foresay.models.huggingface.causal import CausalModel
+from helpers.heads import Reading, layer_of, stored
 
 
 def random_block(
@@ -36,25 +37,11 @@ def random_block(
     markov = from_anchor and rank > 0 and path is None
     path = PathShape("vanilla", rank) if markov else path
     confidence = confidence and from_anchor and (rank == 0 or (path is not None and path.kind in MARKOV))
-    config = target.model.config.get_text_config(decoder=True)
-    layer = {
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 24,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 4096,
-        **changes,
-    }
-    count = target.vocab_size if ids is None else len(ids)
     made = BlockConfig(
-        layer=layer,
+        layer=layer_of(target, **changes),
         sights=tuple(sights or [Sight()] * depth),
         vocab_size=target.vocab_size,
-        draft_vocab_size=count,
+        draft_vocab_size=target.vocab_size if ids is None else len(ids),
         hidden_layers=layers,
         block_size=size,
         mask_token_id=target.vocab_size - 1,
@@ -66,88 +53,56 @@ def random_block(
         normalizes_queries=normalizes,
         **(scales or {}),
     )
-    torch.manual_seed(seed)
-    module = BlockModule(made)
-    with torch.no_grad():
-        for name, weight in module.named_parameters():
-            if "norm" in name or "conv" in name:  # convolutions start as the identity
-                weight += 0.3 * torch.randn_like(weight)
-            else:
-                weight *= gain
-    return StoredDraft(made, module, None if ids is None else torch.tensor(sorted(ids)))
+    return stored(made, lambda: BlockModule(made), seed, gain, ids)
 
 
 def reference_block(
     weights: dict[str, torch.Tensor], config: dict[str, Any], states: torch.Tensor, embedded: torch.Tensor
 ) -> torch.Tensor:
-    """The layout read once more, in float64 and one position after the other: the outputs of one block, [T, D].
+    """The outputs of one block by another reading of the layout, one position after the other, [T, D].
 
     states: [n, L * H], the target's hidden states of the positions before the anchor. embedded: [T, H], the anchor's embedding
     and those of mask tokens.
     """
-    w = {name: value.double() for name, value in weights.items()}
-    heads, shared, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
-    own_fields = {**config, **config.get("dflash_config", {})}
-
-    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + config["rms_norm_eps"]).sqrt() * w[f"{name}.weight"]
-
-    def turned(x: torch.Tensor, position: int, name: str) -> torch.Tensor:
-        x = norm(x, name) if f"{name}.weight" in w else x
-        angles = position / config["rope_theta"] ** (torch.arange(0, dim, 2).double() / dim)
-        apart = config.get("rope_is_neox_style", True)  # pairs of the two halves; otherwise of neighbours
-        low, high = (x[..., : dim // 2], x[..., dim // 2 :]) if apart else (x[..., ::2], x[..., 1::2])
-        pairs = low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()
-        return torch.cat(pairs, -1) if apart else torch.stack(pairs, -1).flatten(-2)
+    of = Reading(weights, config)
 
     def kernels(x: torch.Tensor, name: str) -> torch.Tensor | None:
         """[T, 2, taps, D] for the inputs of a sublayer."""
-        base = w.get(f"{name}.base_kernel")
+        base = of.weights.get(f"{name}.base_kernel")
         if base is None:
             return None
-        deltas = (x @ w[f"{name}.kernel_projection.weight"].T).view(len(x), 2, base.shape[1], -1)
-        return base + deltas.repeat_interleave(own_fields["conv_group_size"], -1)
+        deltas = of.product(f"{name}.kernel_projection", x).view(len(x), 2, base.shape[1], -1)
+        return base + deltas.repeat_interleave(of.fields["conv_group_size"], -1)
 
-    def convolved(x: torch.Tensor, of: torch.Tensor | None, side: int) -> torch.Tensor:
-        if of is None:
+    def convolved(x: torch.Tensor, by: torch.Tensor | None, side: int) -> torch.Tensor:
+        if by is None:
             return x
         return torch.stack(
-            [sum(of[i, side, t] * x[i - t] for t in range(min(i + 1, of.shape[2]))) for i in range(len(x))]
+            [sum(by[i, side, t] * x[i - t] for t in range(min(i + 1, by.shape[2]))) for i in range(len(x))]
         )
 
-    features = norm(states.double() @ w["fc.weight"].T, "hidden_norm")
-    x, start = embedded.double() * own_fields.get("input_embedding_scale", 1.0), len(features)
+    features = of.norm("hidden_norm", of.product("fc", states.double()))
+    x, start = embedded.double() * of.fields.get("input_embedding_scale", 1.0), len(features)
     for index in range(config["num_hidden_layers"]):
         name = f"layers.{index}"
         slides = config["layer_types"][index] == "sliding_attention"
         causal = not config["sliding_window_non_causal"] if slides else config["is_causal"]
-        own = norm(x, f"{name}.input_layernorm")
+        own = of.norm(f"{name}.input_layernorm", x)
         taps = kernels(own, f"{name}.attention_conv")
         own = convolved(own, taps, 0)
-        keys, values = [], []
-        for position, one in enumerate([*features, *own]):
-            key = (w[f"{name}.self_attn.k_proj.weight"] @ one).view(shared, dim)
-            keys.append(turned(key, position, f"{name}.self_attn.k_norm"))
-            values.append((w[f"{name}.self_attn.v_proj.weight"] @ one).view(shared, dim))
+        keys = [of.turned(name, "k", one, position) for position, one in enumerate([*features, *own])]
+        values = [of.heads(f"{name}.self_attn.v_proj", one) for one in [*features, *own]]
         attended = []
         for offset, one in enumerate(own):
-            query = (w[f"{name}.self_attn.q_proj.weight"] @ one).view(heads, dim)
-            query = turned(query, start + offset, f"{name}.self_attn.q_norm")
             first = max(0, start + offset - config["sliding_window"] + 1) if slides else 0
             last = start + offset + 1 if causal else len(keys)
-            parts = []
-            for h in range(heads):
-                mine = h // (heads // shared)
-                scores = torch.stack([query[h] @ key[mine] for key in keys[first:last]]) / dim**0.5
-                parts.append(torch.softmax(scores, 0) @ torch.stack([value[mine] for value in values[first:last]]))
-            attended.append(w[f"{name}.self_attn.o_proj.weight"] @ torch.cat(parts))
+            query = of.turned(name, "q", one, start + offset)
+            attended.append(of.attended(name, query, keys[first:last], values[first:last]))
         x = x + convolved(torch.stack(attended), taps, 1)
-        y = norm(x, f"{name}.post_attention_layernorm")
+        y = of.norm(f"{name}.post_attention_layernorm", x)
         taps = kernels(y, f"{name}.mlp_conv")
-        y = convolved(y, taps, 0)
-        gate, up = y @ w[f"{name}.mlp.gate_proj.weight"].T, y @ w[f"{name}.mlp.up_proj.weight"].T
-        x = x + convolved((gate * torch.sigmoid(gate) * up) @ w[f"{name}.mlp.down_proj.weight"].T, taps, 1)
-    return norm(x, "norm")
+        x = x + convolved(of.mlp(name, convolved(y, taps, 0)), taps, 1)
+    return of.norm("norm", x)
 
 
 def reference_path(
@@ -162,8 +117,8 @@ def reference_path(
 
     unary: [T, K], the scores of the outputs `hidden` [T, D]. before: T tokens, the anchor first. embedded: [T, D], of them.
     """
-    w = {name: value.double() for name, value in weights.items()}
-    fields = {**config, **config.get("dflash_config", {})}
+    of = Reading(weights, config)
+    w, fields = of.weights, of.fields
     unary, hidden, embedded, out = unary.double(), hidden.double(), embedded.double(), []
     state = torch.zeros(fields.get("gru_hidden_dim") or fields.get("markov_rank") or 0, dtype=torch.float64)
     for t, token in enumerate(before):

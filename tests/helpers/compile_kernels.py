@@ -84,6 +84,14 @@ def partial_attention(
     return attention._partial, HEADS | {"DIM": dim, "DIM_PADDED": dim} | sizes | fixed, options
 
 
+def of_kind(kind: str) -> dict[str, Any]:
+    """Constants of products over a quantized type of GGUF files."""
+    bits, group, zero, shared = KINDS[kind]
+    has_mins = kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+    sizes = {"GROUP": group, "BITS": bits, "ZERO": zero, "SHARED": shared, "PER": 1, "QUAD": registers.QUAD}
+    return sizes | {"HAS_MINS": has_mins, "HAS_ZEROS": False, "FLOATS": kind == "MXFP4", "PTX": None}
+
+
 KERNELS: list[tuple[Any, ...]] = [
     *(
         partial_attention(group, dim, capped, is_prompt)
@@ -114,17 +122,10 @@ KERNELS: list[tuple[Any, ...]] = [
     *(
         (
             blocks._product,
-            {"TOKENS": side, "OUTPUTS": product.LONG, "GROUP": group, "BITS": bits, "ZERO": zero}
-            | {
-                "SHARED": shared,
-                "HAS_MINS": kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"),
-                "PARTS": 4,
-                "QUAD": registers.QUAD,
-            }
-            | {"PER": 1, "HAS_ZEROS": False, "FLOATS": kind == "MXFP4", "HAS_BIAS": False, "PTX": None},
+            {"TOKENS": side, "OUTPUTS": product.LONG, "PARTS": 4, "HAS_BIAS": False} | of_kind(kind),
             blocks.options(side),
         )
-        for kind, (bits, group, zero, shared) in KINDS.items()
+        for kind in KINDS
         for side in blocks.SIDES
     ),
     *(
@@ -151,15 +152,7 @@ KERNELS: list[tuple[Any, ...]] = [
             | how,
         )
         for first, tokens in ((True, experts.TOKENS), (False, experts.PROMPT_TOKENS))
-        for how in (
-            experts._NUMBERS,
-            *(
-                {"GROUP": group, "BITS": bits, "ZERO": zero, "SHARED": shared, "PER": 1, "HAS_ZEROS": False}
-                | {"HAS_MINS": kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"), "FLOATS": kind == "MXFP4"}
-                | {"QUAD": registers.QUAD, "PTX": None}
-                for kind, (bits, group, zero, shared) in KINDS.items()
-            ),
-        )
+        for how in (experts._NUMBERS, *map(of_kind, KINDS))
     ),
     *((experts._clamped, {"BLOCK": 1024, "ALTERNATES": on}) for on in (False, True)),
     (experts._mix, {"ACTIVE": 8, "BLOCK": 1024}),
@@ -194,15 +187,8 @@ KERNELS: list[tuple[Any, ...]] = [
     *(
         (
             sampling_rows._choose,
-            {
-                "BLOCKS": 256,
-                "BLOCK": 128,
-                "SAMPLES": bool(kinds),
-                "BY_K": kinds > 1,
-                "BY_P": kinds > 2,
-                "BY_MIN": kinds > 3,
-            }
-            | {"GREATEST": 3e38},
+            {"BLOCKS": 256, "BLOCK": 128, "SAMPLES": bool(kinds), "GREATEST": 3e38}
+            | {"BY_K": kinds > 1, "BY_P": kinds > 2, "BY_MIN": kinds > 3},
             {"num_warps": 16},
         )
         for kinds in range(5)

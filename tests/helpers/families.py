@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -265,9 +265,6 @@ def make_seq2seq(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
                 gain = 3.0 if any(part in name for part in ("wi", "wo.", "fc1", "fc2")) else 1.0
                 weight *= 0.5 if "encoder_attn.out" in name or "EncDecAttention.o" in name else gain
     return model
-
-
-Maker = Callable[..., PreTrainedModel]
 
 
 def joint_of(*layers: Any) -> Any:

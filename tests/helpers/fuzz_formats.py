@@ -15,7 +15,7 @@ from foresay.decoding.outcome import FinishReason, Origin, Step
 from foresay.drafters import Memory
 from foresay.engine.stats import Stats
 from foresay.lengths import ConstantLength
-from foresay.models.sources.published import read_table
+from foresay.models.sources.published import FILE, read_table
 from foresay.records.profile import Floor, Profile, Timing
 from foresay.records.recording import Record, Recording, recording_writer
 from foresay.records.results import Cell, Failure, Prediction, PromptResult, Run, Trace, results_writer
@@ -27,7 +27,7 @@ from foresay_lab.replay.grid import open_grid
 from foresay_lab.replay.replay import replay
 from foresay_lab.report.report import read_report
 from helpers import fuzz_gguf, fuzz_requests, fuzz_tensors
-from helpers.fuzz_mutators import mutate_bytes, mutate_json, mutate_lines
+from helpers.fuzz_mutators import dump, mutate_bytes, mutate_json, mutate_lines
 from helpers.fuzzing import Format, one_file, working_folder
 
 STEPS = [
@@ -189,23 +189,9 @@ def _read_costs(path: Path) -> None:
 
 # -- published drafts ------------------------------------------------------------------------------------------------------
 
-DRAFT = {
-    "repo": "org/draft",
-    "kind": "dflash",
-    "parameters": 7,
-    "bytes": 14,
-    "license": "mit",
-    "files": "gguf",
-    "tested": True,
-}
-PUBLISHED = {
-    "format": "foresay-published-drafts",
-    "version": 1,
-    "targets": [
-        {"name": f"org/{name}", "active_parameters": 9, "drafts": [DRAFT, {"repo": "a/b", "kind": "model"}]}
-        for name in ("large", "small")
-    ],
-}
+PUBLISHED = json.loads(FILE.read_bytes())
+PUBLISHED["targets"].sort(key=lambda target: -len({field for draft in target["drafts"] for field in draft}))
+del PUBLISHED["targets"][2:]  # of the most fields
 
 
 def _read_published(path: Path) -> None:
@@ -242,6 +228,8 @@ def _read_replays(path: Path) -> None:
         assert all(isinstance(name, str) for key in there for name in key)
 
 
+SOUND = {**fuzz_tensors.SOUND, "profile": lambda: {"file": dump(_profile()).encode()}}
+"""Files of a sound case, of some formats."""
 FORMATS: dict[str, Format] = {
     "gguf": fuzz_gguf.FORMAT,
     "requests": fuzz_requests.FORMAT,

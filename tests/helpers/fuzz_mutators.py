@@ -11,6 +11,7 @@ import random
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 _DEEP, _DIGITS = re.compile(r'"@deep (\d+)(.)@"'), re.compile(r'"@digits (\d+)@"')
@@ -51,13 +52,9 @@ def _nested(depth: int, opening: str) -> str:
     return "[" * depth + "]" * depth if opening == "[" else '{"a":' * depth + "1" + "}" * depth
 
 
-def copied(value: Any) -> Any:
-    return json.loads(json.dumps(value))
-
-
 def mutate_value(value: Any, rng: random.Random, odd: Sequence[Any] = (), names: Sequence[str] = _NAMES) -> Any:
     """A copy of a JSON value with one to three of its parts changed. odd: further values. names: of unknown fields."""
-    root = {"": copied(value)}
+    root = {"": deepcopy(value)}
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         if places := _places(root):
             _change(*rng.choice(places), rng, odd, names)
@@ -93,9 +90,9 @@ def _change(holder: Any, key: Any, rng: random.Random, odd: Sequence[Any], names
         case 4 if isinstance(was, int | float) and abs(was) < 1e300:
             holder[key] = rng.choice((was + 1, was - 1, was + 0.5, -was, was * 1000, was / 2, float(was), str(was)))
         case 5:
-            holder[key] = copied(rng.choice([h[k] for h, k in _places({"": holder})]))
+            holder[key] = deepcopy(rng.choice([h[k] for h, k in _places({"": holder})]))
         case _:
-            holder[key] = copied(extreme(rng, odd))
+            holder[key] = deepcopy(extreme(rng, odd))
 
 
 def flip_bytes(data: bytes, rng: random.Random) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,12 @@ def _stored(path: Path) -> Weights:
     }, metadata
 
 
+def _write(place: Path, files: Mapping[str, bytes]) -> Path:
+    for name, data in files.items():
+        (place / name).write_bytes(data)
+    return place
+
+
 def _config(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((path / "config.json").read_text())
     return found
@@ -76,6 +82,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 Made = Callable[[random.Random], tuple[dict[str, Any], Weights]]
 """The configuration and the weights of a sound folder."""
+Files = dict[str, bytes]
 
 
 def _folder(made: Made) -> Callable[[Path, random.Random], Path]:
@@ -83,13 +90,18 @@ def _folder(made: Made) -> Callable[[Path, random.Random], Path]:
 
     def write(place: Path, rng: random.Random) -> Path:
         (config, weights), which = made(rng), rng.random()
-        text = mutate_json(config, rng) if which < 0.55 else dump(config).encode()
-        (place / "config.json").write_bytes(text)
-        data = mutate_tensors(*weights, rng) if which > 0.45 else joined(*safetensors(*weights))
-        (place / "model.safetensors").write_bytes(data)
-        return place
+        files = _sound(config, weights)
+        if which < 0.55:
+            files["config.json"] = mutate_json(config, rng)
+        if which > 0.45:
+            files["model.safetensors"] = mutate_tensors(*weights, rng)
+        return _write(place, files)
 
     return write
+
+
+def _sound(config: Mapping[str, Any], weights: Weights) -> Files:
+    return {"config.json": dump(config).encode(), "model.safetensors": joined(*safetensors(*weights))}
 
 
 def _one_of(made: Callable[[], tuple[list[dict[str, Any]], list[Weights]]]) -> Made:
@@ -244,16 +256,17 @@ def _checkpoint() -> tuple[Any, dict[str, Weights]]:
         return json.loads((folder / "c" / "state.json").read_text()), weights
 
 
-def _write_checkpoint(place: Path, rng: random.Random) -> Path:
+def _sound_checkpoint() -> Files:
     state, weights = _checkpoint()
-    which = rng.choice(("", "state.json", *sorted(weights)))  # a sound one now and then, since few others are read
-    (place / "state.json").write_bytes(mutate_json(state, rng) if which == "state.json" else dump(state).encode())
-    for name, stored in weights.items():
-        data = joined(*safetensors(*stored))
-        if name == which:
-            data = mutate_tensors(*stored, rng)
-        (place / name).write_bytes(data)
-    return place
+    return {"state.json": dump(state).encode(), **{n: joined(*safetensors(*one)) for n, one in weights.items()}}
+
+
+def _write_checkpoint(place: Path, rng: random.Random) -> Path:
+    files, (state, weights) = _sound_checkpoint(), _checkpoint()
+    which = rng.choice(("", *sorted(files)))  # a sound one now and then, since few others are read
+    if which:
+        files[which] = mutate_json(state, rng) if which == "state.json" else mutate_tensors(*weights[which], rng)
+    return _write(place, files)
 
 
 def _read_checkpoint(path: Path) -> None:
@@ -266,22 +279,17 @@ def _read_checkpoint(path: Path) -> None:
 
 
 @cache
-def _tokenizer() -> dict[str, Any]:
+def _tokenizer() -> Files:
     with working_folder() as folder:
         tiny.tokenizer(chat=True).save_pretrained(folder)
-        return {path.name: json.loads(path.read_text()) for path in folder.glob("*.json")} | {
-            path.name: path.read_text() for path in folder.glob("*.jinja")
-        }
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def _write_tokenizer(place: Path, rng: random.Random) -> Path:
     files = _tokenizer()
     which = rng.choice(sorted(files))
-    for name, value in files.items():
-        sound = value.encode() if isinstance(value, str) else dump(value).encode()
-        changed = mutate_bytes(sound, rng) if isinstance(value, str) else mutate_json(value, rng)
-        (place / name).write_bytes(changed if name == which else sound)
-    return place
+    change = mutate_json(json.loads(files[which]), rng) if which.endswith(".json") else mutate_bytes(files[which], rng)
+    return _write(place, {**files, which: change})
 
 
 def _read_tokenizer(path: Path) -> None:
@@ -294,6 +302,12 @@ def _read_tokenizer(path: Path) -> None:
         token_bytes(tokenizer, i)
 
 
+SOUND: dict[str, Callable[[], Files]] = {
+    "head": lambda: _sound(_head()[0][0], _head()[1][0]),
+    "checkpoint": _sound_checkpoint,
+    "tokenizer": _tokenizer,
+}
+"""Files of a sound case."""
 FORMATS: dict[str, Format] = {
     "ngram": Format(one_file("t.safetensors", lambda rng: mutate_tensors(*_table(), rng, _fact)), _read_table),
     "ngram-list": Format(one_file("t.json", lambda rng: mutate_json([1, 2, None, 4, 0, -1], rng)), _read_table),

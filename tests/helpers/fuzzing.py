@@ -70,20 +70,15 @@ def working_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def formats() -> dict[str, Format]:
-    found: dict[str, Format] = importlib.import_module("helpers.fuzz_formats").FORMATS
+def formats(where: str = "helpers.fuzz_formats") -> dict[str, Format]:
+    found: dict[str, Format] = importlib.import_module(where).FORMATS
     return found
-
-
-def names() -> list[str]:
-    return list(formats())
 
 
 def _format(name: str) -> Format:
     """A format of `formats`, or "module:name" of another module's."""
     where, _, own = name.rpartition(":")
-    found: Format = (importlib.import_module(where).FORMATS if where else formats())[own]
-    return found
+    return (formats(where) if where else formats())[own]
 
 
 class _Job(NamedTuple):
@@ -205,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--formats", help="some of the formats, separated by commas (all)")
     parser.add_argument("--keep", type=Path, default=Path("fuzz-failures"), help="folder for cases that fail")
     given = parser.parse_args(arguments)
-    known = names()
+    known = list(formats())
     chosen = given.formats.split(",") if given.formats else known
     if unknown := sorted(set(chosen) - set(known)):
         parser.error(f"unknown format {unknown[0]!r}; known: {', '.join(known)}")

@@ -39,14 +39,10 @@ INSTEAD_OF = {
 """Pattern of a word -> what is written instead. People and sockets are the only ones that say, tell, hear and ask."""
 OPENING = re.compile(r"(?:What|Whether what|Of|Those|Who|Whose|That which)\b")
 """Openings that no docstring has."""
-_WORD = re.compile(
-    r"(?<![\w`/.-])(?:" + "|".join(f"(?:{word})" for word in INSTEAD_OF) + r")(?![\w`/(=-])", re.IGNORECASE
-)
-_MAYBE = re.compile(
-    r"(?<!\w)(?:" + "|".join(f"(?:{word})" for word in INSTEAD_OF) + rf")(?!\w)|[\"']\s*{OPENING.pattern}",
-    re.IGNORECASE,
-)
-"""Found in every source with a finding, and quickly absent from most others."""
+_WORDS = "|".join(f"(?:{word})" for word in INSTEAD_OF)
+_WORD = re.compile(rf"(?<![\w`/.-])(?:{_WORDS})(?![\w`/(=-])")
+_MAYBE = re.compile(rf"(?<!\w)(?:{_WORDS})(?!\w)|[\"']\s*{OPENING.pattern.lower()}")
+"""Found in every source with a finding, and quickly absent from most others. Both read lower-case texts, which is faster."""
 _CODE = re.compile(r"```.*?```|``.*?``|`[^`\n]*`|<!--.*?-->|\]\([^)]*\)|https?://\S+", re.DOTALL)
 
 
@@ -61,14 +57,14 @@ class Finding(NamedTuple):
 def in_text(text: str, first_line: int = 1) -> Iterator[Finding]:
     """Words in prose, outside code spans and links."""
     bare = _CODE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
-    for found in _WORD.finditer(bare):
+    for found in _WORD.finditer(bare.lower()):
         line = bare.count("\n", 0, found.start())
-        yield Finding(first_line + line, found[0], bare.splitlines()[line].strip())
+        yield Finding(first_line + line, bare[slice(*found.span())], bare.splitlines()[line].strip())
 
 
 def in_python(source: str) -> Iterator[Finding]:
     """Words in the docstrings, comments and sentences of a module, and openings of docstrings."""
-    if not _MAYBE.search(source):
+    if not _MAYBE.search(source.lower()):
         return
     docstrings = set()
     for node in ast.walk(ast.parse(source)):

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from helpers import tiny
 from helpers.families import make
+from helpers.quantized import VOCAB, Change, save_tensors
 
-VOCAB = len(tiny.tokenizer())
 FLOATS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-Change = Callable[[dict[str, torch.Tensor]], Any]
 
 
 def folder_of(path: Path, change: Change = lambda weights: None, layers: int = 3) -> tuple[Path, PreTrainedModel]:
@@ -41,8 +37,6 @@ def folder_of(path: Path, change: Change = lambda weights: None, layers: int = 3
     found = load_file(path / "model.safetensors")
     weights = {name: one.to(torch.bfloat16) for name, one in found.items() if not name.endswith("_proj")} | stored
     change(weights)
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    quantized = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantized, "dtype": "bfloat16"}))
+    how = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    save_tensors(path, weights, quantization_config=how, dtype="bfloat16")
     return path, model

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -93,6 +94,18 @@ class Mixed(Fake):
         index = torch.full((len(rows), width), -1)
         index[:, 0] = torch.arange(len(rows))
         return Proposal(tokens, counts, distributions, index)
+
+
+def changed(drafter: Any, change: Callable[[Proposal], dict[str, Any]]) -> Any:
+    """The drafter, whose proposals of sampled tokens have the fields that a function of them returns."""
+    propose = drafter.propose
+
+    def other(rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
+        found = propose(rows, budget, policy)
+        return found if found.distributions is None else dataclasses.replace(found, **change(found))
+
+    drafter.propose = other
+    return drafter
 
 
 class Renumbered:
@@ -194,4 +207,4 @@ def run(
     return outputs, loop.steps, loop.engine
 
 
-__all__ = ["Always", "Fake", "Loop", "Mixed", "ModelDrafter", "Never", "PromptLookup", "Sometimes", "run"]
+__all__ = ["Always", "Fake", "Loop", "Mixed", "ModelDrafter", "Never", "PromptLookup", "Sometimes", "changed", "run"]

@@ -17,7 +17,7 @@ from foresay.models.drafts.files import read_draft
 from foresay.models.sources import packaged
 from foresay.models.sources.drafts import load_draft
 from foresay.models.sources.load_options import LoadOptions
-from foresay.models.sources.packaged import DEFAULT_DRAFTERS, default_drafter, packaged_head
+from foresay.models.sources.packaged import default_drafter, packaged_head
 from foresay_lab.data.datasets import load_items, subset
 from foresay_lab.data.requests import RequestBuilder
 from foresay_lab.measure.live_run import run_live
@@ -52,26 +52,27 @@ def test_it_is_small_and_its_note_has_what_made_it(folder: Path, note: dict[str,
     assert sum(path.stat().st_size for path in files if path.is_file()) < 4e6, "foresay itself is small"
 
 
-def test_it_drafts_by_the_targets_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And by default, once it is chosen for that."""
-    chosen = f"hybrid(suffix, head={ALIAS}; min_match=2, k=3)"
-    assert f"head({ALIAS}, sample=false)" in default_drafter(ALIAS, LoadOptions()), (
-        "its likeliest tokens, so that a seed keeps its text"
-    )
-    monkeypatch.setitem(DEFAULT_DRAFTERS, ALIAS, chosen)
-    assert default_drafter(ALIAS, LoadOptions()) == chosen
+@pytest.fixture(scope="module")
+def model() -> foresay.Generator:
+    return foresay.load(ALIAS)
+
+
+def test_it_drafts_by_the_targets_name(model: foresay.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default: its likeliest tokens, so that a seed keeps its text."""
+    own = default_drafter(ALIAS, LoadOptions())
+    assert f"head({ALIAS}, sample=false)" in own
     assert {default_drafter(name, LoadOptions()) for name in ("org/name", object())} == {"suffix"}
     assert default_drafter(ALIAS, LoadOptions(backend="llama.cpp")) == "suffix"
     with monkeypatch.context() as on_a_gpu:
         on_a_gpu.setattr(torch.cuda, "is_available", lambda: True)
         assert default_drafter(ALIAS, LoadOptions()) == "suffix"
-        assert default_drafter(ALIAS, LoadOptions(device="cpu")) == chosen
+        assert default_drafter(ALIAS, LoadOptions(device="cpu")) == own
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert default_drafter(ALIAS, LoadOptions(tp_plan="auto")) == "suffix"
-    model = foresay.load(ALIAS)
-    assert model.drafter_name == chosen
-    assert foresay.change(foresay.change(model, drafter="none"), drafter="auto").drafter_name == chosen
-    assert foresay.load(ALIAS, drafter="suffix").drafter_name == "suffix"
+    monkeypatch.delenv("WORLD_SIZE")
+    assert model.drafter_name == own
+    given = foresay.change(model, drafter="suffix")
+    assert given.drafter_name == "suffix" and foresay.change(given, drafter="auto").drafter_name == own
 
 
 def test_without_its_package_the_model_has_its_default_without_a_head(
@@ -96,9 +97,8 @@ def test_the_head_is_found_without_importing_its_package(folder: Path, monkeypat
 
 
 @pytest.mark.slow
-def test_what_drafts_by_default_changes_no_text() -> None:
+def test_what_drafts_by_default_changes_no_text(model: foresay.Generator) -> None:
     """Greedy or by a seed, alone or in a batch, under the length that adapts to a clock."""
-    model = foresay.load(ALIAS)
     texts = ("Why is the sea salt?", "Name three birds.", "Count to ten.")
     prompts = [[{"role": "user", "content": text}] for text in texts]
     params = [foresay.SamplingParams(max_new_tokens=20, temperature=t, seed=5) for t in (0.0, 0.8, 0.0)]

@@ -127,6 +127,7 @@ SHORTER = {
     "--dtype fp32 --count 6 -n 32": "--dtype fp32 --count 6 -n 8",
     "--count 12 -n 24": "--count 4 -n 8",
     "tune --recording answers.jsonl": "tune --recording answers.jsonl --minutes 0.1",
+    "--file Makefile -n 32": "--file Makefile -n 8",
     "--count 6 -n 32": "--count 2 -n 16",
     "--count 6 -n 24": "--count 2 -n 8",
     '." -n 24': '." -n 8',
