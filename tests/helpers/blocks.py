@@ -11,6 +11,7 @@ from foresay.models.drafts.base import StoredDraft
 from foresay.models.drafts.block_config import MARKOV, BlockConfig, PathShape, Sight
 from foresay.models.drafts.block_module import BlockModule
 from foresay.models.huggingface.causal import CausalModel
+from helpers.heads import Layout
 
 
 def random_block(
@@ -80,33 +81,20 @@ def random_block(
 def reference_block(
     weights: dict[str, torch.Tensor], config: dict[str, Any], states: torch.Tensor, embedded: torch.Tensor
 ) -> torch.Tensor:
-    """The layout read once more, in float64 and one position after the other: the outputs of one block, [T, D].
+    """The layout read once more, in float64: the outputs of one block, [T, D].
 
     states: [n, L * H], the target's hidden states of the positions before the anchor. embedded: [T, H], the anchor's embedding
     and those of mask tokens.
     """
-    w = {name: value.double() for name, value in weights.items()}
-    heads, shared, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
-    own_fields = {**config, **config.get("dflash_config", {})}
-
-    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + config["rms_norm_eps"]).sqrt() * w[f"{name}.weight"]
-
-    def turned(x: torch.Tensor, position: int, name: str) -> torch.Tensor:
-        x = norm(x, name) if f"{name}.weight" in w else x
-        angles = position / config["rope_theta"] ** (torch.arange(0, dim, 2).double() / dim)
-        apart = config.get("rope_is_neox_style", True)  # pairs of the two halves; otherwise of neighbours
-        low, high = (x[..., : dim // 2], x[..., dim // 2 :]) if apart else (x[..., ::2], x[..., 1::2])
-        pairs = low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()
-        return torch.cat(pairs, -1) if apart else torch.stack(pairs, -1).flatten(-2)
+    own, fields = Layout(weights, config), {**config, **config.get("dflash_config", {})}
 
     def kernels(x: torch.Tensor, name: str) -> torch.Tensor | None:
         """[T, 2, taps, D] for the inputs of a sublayer."""
-        base = w.get(f"{name}.base_kernel")
+        base = own.weights.get(f"{name}.base_kernel")
         if base is None:
             return None
-        deltas = (x @ w[f"{name}.kernel_projection.weight"].T).view(len(x), 2, base.shape[1], -1)
-        return base + deltas.repeat_interleave(own_fields["conv_group_size"], -1)
+        deltas = own.product(x, f"{name}.kernel_projection").view(len(x), 2, base.shape[1], -1)
+        return base + deltas.repeat_interleave(fields["conv_group_size"], -1)
 
     def convolved(x: torch.Tensor, of: torch.Tensor | None, side: int) -> torch.Tensor:
         if of is None:
@@ -115,39 +103,25 @@ def reference_block(
             [sum(of[i, side, t] * x[i - t] for t in range(min(i + 1, of.shape[2]))) for i in range(len(x))]
         )
 
-    features = norm(states.double() @ w["fc.weight"].T, "hidden_norm")
-    x, start = embedded.double() * own_fields.get("input_embedding_scale", 1.0), len(features)
+    features = own.norm(own.features(states), "hidden_norm")
+    x, at = embedded.double() * fields.get("input_embedding_scale", 1.0), torch.arange(len(features) + len(embedded))
+    place = at[len(features) :, None]
     for index in range(config["num_hidden_layers"]):
         name = f"layers.{index}"
         slides = config["layer_types"][index] == "sliding_attention"
         causal = not config["sliding_window_non_causal"] if slides else config["is_causal"]
-        own = norm(x, f"{name}.input_layernorm")
-        taps = kernels(own, f"{name}.attention_conv")
-        own = convolved(own, taps, 0)
-        keys, values = [], []
-        for position, one in enumerate([*features, *own]):
-            key = (w[f"{name}.self_attn.k_proj.weight"] @ one).view(shared, dim)
-            keys.append(turned(key, position, f"{name}.self_attn.k_norm"))
-            values.append((w[f"{name}.self_attn.v_proj.weight"] @ one).view(shared, dim))
-        attended = []
-        for offset, one in enumerate(own):
-            query = (w[f"{name}.self_attn.q_proj.weight"] @ one).view(heads, dim)
-            query = turned(query, start + offset, f"{name}.self_attn.q_norm")
-            first = max(0, start + offset - config["sliding_window"] + 1) if slides else 0
-            last = start + offset + 1 if causal else len(keys)
-            parts = []
-            for h in range(heads):
-                mine = h // (heads // shared)
-                scores = torch.stack([query[h] @ key[mine] for key in keys[first:last]]) / dim**0.5
-                parts.append(torch.softmax(scores, 0) @ torch.stack([value[mine] for value in values[first:last]]))
-            attended.append(w[f"{name}.self_attn.o_proj.weight"] @ torch.cat(parts))
-        x = x + convolved(torch.stack(attended), taps, 1)
-        y = norm(x, f"{name}.post_attention_layernorm")
+        seen = (at > place - config["sliding_window"]) if slides else torch.ones(len(x), len(at), dtype=torch.bool)
+        read = own.norm(x, f"{name}.input_layernorm")
+        taps = kernels(read, f"{name}.attention_conv")
+        read = convolved(read, taps, 0)
+        attended = own.attended(
+            read, torch.cat([features, read]), f"{name}.self_attn", seen & (at <= place) if causal else seen
+        )
+        x = x + convolved(attended, taps, 1)
+        y = own.norm(x, f"{name}.post_attention_layernorm")
         taps = kernels(y, f"{name}.mlp_conv")
-        y = convolved(y, taps, 0)
-        gate, up = y @ w[f"{name}.mlp.gate_proj.weight"].T, y @ w[f"{name}.mlp.up_proj.weight"].T
-        x = x + convolved((gate * torch.sigmoid(gate) * up) @ w[f"{name}.mlp.down_proj.weight"].T, taps, 1)
-    return norm(x, "norm")
+        x = x + convolved(own.gated(convolved(y, taps, 0), f"{name}.mlp"), taps, 1)
+    return own.norm(x, "norm")
 
 
 def reference_path(
