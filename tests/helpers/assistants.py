@@ -79,11 +79,11 @@ def write_gguf(
     tensors: Mapping[str, np.ndarray],
     kinds: Mapping[str, str] | None = None,
 ) -> Path:
-    """A GGUF file. values: without the architecture's prefix, except those of the tokenizer. kinds: of quantized tensors."""
+    """A GGUF file. values: without the architecture's prefix, except those of other prefixes. kinds: of quantized tensors."""
     writer = gguf.GGUFWriter(path, arch)
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for name, value in values.items():
-        key = name if name.startswith("tokenizer.") else f"{arch}.{name}"
+        key = name if name.startswith(("adapter.", "general.", "tokenizer.")) else f"{arch}.{name}"
         (writer.add_array if isinstance(value, list) else add[type(value)])(key, value)
     for name, tensor in tensors.items():
         data, kind = np.ascontiguousarray(tensor), (kinds or {}).get(name.split(".")[-2] if "." in name else "")
