@@ -17,11 +17,10 @@ from foresay.models.drafts.block import BlockModel
 from foresay.models.drafts.block_config import SELECTOR, PathShape
 from foresay.models.drafts.head import HeadModel
 from foresay.models.hardware import Hardware
-from foresay.models.huggingface import family_layers, fused
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import join_layers
 from helpers.blocks import random_block
-from helpers.families import VOCAB, make, whole_product
+from helpers.families import VOCAB, make
 from helpers.heads import random_head
 from helpers.support import run
 
@@ -38,14 +37,9 @@ def in_an_interpreter(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, where a program takes a millisecond: few programs."""
     monkeypatch.setattr(Hardware, "gpu_kernels", True)
     if device == "cpu":
-        from foresay.decoding import sampling_kernels
-        from foresay.models.gpu import attention, passes
+        from helpers.paged import few_programs
 
-        monkeypatch.setattr(attention, "SPLITS", 1)
-        monkeypatch.setattr(passes, "MAX_ROWS", 32)
-        monkeypatch.setattr(sampling_kernels, "SPAN", 256)
-        for module in (family_layers, fused):
-            monkeypatch.setattr(module, "product_of", whole_product)
+        few_programs(monkeypatch)
 
 
 def test_probabilities_and_draws_are_those_of_the_operations(device: str) -> None:

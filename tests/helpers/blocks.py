@@ -11,7 +11,7 @@ from foresay.models.drafts.base import StoredDraft
 from foresay.models.drafts.block_config import MARKOV, BlockConfig, PathShape, Sight
 from foresay.models.drafts.block_module import BlockModule
 from foresay.models.huggingface.causal import CausalModel
-from helpers.heads import Reading, layer_of, stored
+from helpers.heads import Layout
 
 
 def random_block(
@@ -37,11 +37,25 @@ def random_block(
     markov = from_anchor and rank > 0 and path is None
     path = PathShape("vanilla", rank) if markov else path
     confidence = confidence and from_anchor and (rank == 0 or (path is not None and path.kind in MARKOV))
+    config = target.model.config.get_text_config(decoder=True)
+    layer = {
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 24,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 4096,
+        **changes,
+    }
+    count = target.vocab_size if ids is None else len(ids)
     made = BlockConfig(
-        layer=layer_of(target, **changes),
+        layer=layer,
         sights=tuple(sights or [Sight()] * depth),
         vocab_size=target.vocab_size,
-        draft_vocab_size=target.vocab_size if ids is None else len(ids),
+        draft_vocab_size=count,
         hidden_layers=layers,
         block_size=size,
         mask_token_id=target.vocab_size - 1,
@@ -53,56 +67,61 @@ def random_block(
         normalizes_queries=normalizes,
         **(scales or {}),
     )
-    return stored(made, lambda: BlockModule(made), seed, gain, ids)
+    torch.manual_seed(seed)
+    module = BlockModule(made)
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            if "norm" in name or "conv" in name:  # convolutions start as the identity
+                weight += 0.3 * torch.randn_like(weight)
+            else:
+                weight *= gain
+    return StoredDraft(made, module, None if ids is None else torch.tensor(sorted(ids)))
 
 
 def reference_block(
     weights: dict[str, torch.Tensor], config: dict[str, Any], states: torch.Tensor, embedded: torch.Tensor
 ) -> torch.Tensor:
-    """The outputs of one block by another reading of the layout, one position after the other, [T, D].
+    """The layout read once more, in float64: the outputs of one block, [T, D].
 
     states: [n, L * H], the target's hidden states of the positions before the anchor. embedded: [T, H], the anchor's embedding
     and those of mask tokens.
     """
-    of = Reading(weights, config)
+    own, fields = Layout(weights, config), {**config, **config.get("dflash_config", {})}
 
     def kernels(x: torch.Tensor, name: str) -> torch.Tensor | None:
         """[T, 2, taps, D] for the inputs of a sublayer."""
-        base = of.weights.get(f"{name}.base_kernel")
+        base = own.weights.get(f"{name}.base_kernel")
         if base is None:
             return None
-        deltas = of.product(f"{name}.kernel_projection", x).view(len(x), 2, base.shape[1], -1)
-        return base + deltas.repeat_interleave(of.fields["conv_group_size"], -1)
+        deltas = own.product(x, f"{name}.kernel_projection").view(len(x), 2, base.shape[1], -1)
+        return base + deltas.repeat_interleave(fields["conv_group_size"], -1)
 
-    def convolved(x: torch.Tensor, by: torch.Tensor | None, side: int) -> torch.Tensor:
-        if by is None:
+    def convolved(x: torch.Tensor, of: torch.Tensor | None, side: int) -> torch.Tensor:
+        if of is None:
             return x
         return torch.stack(
-            [sum(by[i, side, t] * x[i - t] for t in range(min(i + 1, by.shape[2]))) for i in range(len(x))]
+            [sum(of[i, side, t] * x[i - t] for t in range(min(i + 1, of.shape[2]))) for i in range(len(x))]
         )
 
-    features = of.norm("hidden_norm", of.product("fc", states.double()))
-    x, start = embedded.double() * of.fields.get("input_embedding_scale", 1.0), len(features)
+    features = own.norm(own.features(states), "hidden_norm")
+    x, at = embedded.double() * fields.get("input_embedding_scale", 1.0), torch.arange(len(features) + len(embedded))
+    place = at[len(features) :, None]
     for index in range(config["num_hidden_layers"]):
         name = f"layers.{index}"
         slides = config["layer_types"][index] == "sliding_attention"
         causal = not config["sliding_window_non_causal"] if slides else config["is_causal"]
-        own = of.norm(f"{name}.input_layernorm", x)
-        taps = kernels(own, f"{name}.attention_conv")
-        own = convolved(own, taps, 0)
-        keys = [of.turned(name, "k", one, position) for position, one in enumerate([*features, *own])]
-        values = [of.heads(f"{name}.self_attn.v_proj", one) for one in [*features, *own]]
-        attended = []
-        for offset, one in enumerate(own):
-            first = max(0, start + offset - config["sliding_window"] + 1) if slides else 0
-            last = start + offset + 1 if causal else len(keys)
-            query = of.turned(name, "q", one, start + offset)
-            attended.append(of.attended(name, query, keys[first:last], values[first:last]))
-        x = x + convolved(torch.stack(attended), taps, 1)
-        y = of.norm(f"{name}.post_attention_layernorm", x)
+        seen = (at > place - config["sliding_window"]) if slides else torch.ones(len(x), len(at), dtype=torch.bool)
+        read = own.norm(x, f"{name}.input_layernorm")
+        taps = kernels(read, f"{name}.attention_conv")
+        read = convolved(read, taps, 0)
+        attended = own.attended(
+            read, torch.cat([features, read]), f"{name}.self_attn", seen & (at <= place) if causal else seen
+        )
+        x = x + convolved(attended, taps, 1)
+        y = own.norm(x, f"{name}.post_attention_layernorm")
         taps = kernels(y, f"{name}.mlp_conv")
-        x = x + convolved(of.mlp(name, convolved(y, taps, 0)), taps, 1)
-    return of.norm("norm", x)
+        x = x + convolved(own.gated(convolved(y, taps, 0), f"{name}.mlp"), taps, 1)
+    return own.norm(x, "norm")
 
 
 def reference_path(
@@ -117,8 +136,8 @@ def reference_path(
 
     unary: [T, K], the scores of the outputs `hidden` [T, D]. before: T tokens, the anchor first. embedded: [T, D], of them.
     """
-    of = Reading(weights, config)
-    w, fields = of.weights, of.fields
+    w = {name: value.double() for name, value in weights.items()}
+    fields = {**config, **config.get("dflash_config", {})}
     unary, hidden, embedded, out = unary.double(), hidden.double(), embedded.double(), []
     state = torch.zeros(fields.get("gru_hidden_dim") or fields.get("markov_rank") or 0, dtype=torch.float64)
     for t, token in enumerate(before):

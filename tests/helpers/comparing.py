@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from helpers.families import VOCAB
 
 MARGIN = 1e-4
-NEW = 24
+NEW = 18
 
 
 def prompts() -> list[list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import foresay
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.rows import Rows
 from foresay.drafters import ModelDrafter
 from foresay.drafters.hidden_states import BlockDrafter, HeadDrafter
@@ -27,6 +26,7 @@ from foresay.models.hardware import Hardware
 from foresay.models.huggingface import causal
 from foresay.models.huggingface.causal import CausalModel
 from helpers.blocks import random_block
+from helpers.drafting import watched
 from helpers.heads import random_head
 from helpers.paged import few_programs
 from helpers.support import run
@@ -93,21 +93,36 @@ class Recorded(ConstantLength):
 
 
 def drafts(
-    drafter: Any, target: CausalModel, settings: Sequence[dict[str, Any]], new: int = NEW, enough: int | None = None
+    drafter: Any,
+    target: CausalModel,
+    settings: Sequence[dict[str, Any]],
+    new: int = NEW,
+    enough: int | None = None,
+    check: Callable[[int, Proposal], bool] = lambda number, proposal: True,
 ) -> tuple[list[list[int]], list[Proposal]]:
-    """The outputs and proposals of a run in which rows join and leave, of a prompt for each of `settings`."""
+    """The outputs and proposals of a run in which rows join and leave, of a prompt for each of `settings`.
+
+    check: of each proposal; the run ends with the first that is wrong, which the engine would not do.
+    """
     proposals: list[Proposal] = []
     known = drafter.propose
 
-    def propose(rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
-        proposals.append(known(rows, budget, policy))
-        return proposals[-1]
+    def see(rows: Rows, proposal: Proposal) -> None:
+        proposals.append(proposal)
+        if not check(len(proposals) - 1, proposal):
+            pytest.fail("another draft")
 
-    drafter.propose = propose
     params = [foresay.SamplingParams(max_new_tokens=new, ignore_eos=True, **one) for one in settings]
     outputs, _, engine = run(
-        target, PROMPTS[: len(params)], params, drafter=drafter, policy=Recorded(3), max_batch_size=2, enough=enough
+        target,
+        PROMPTS[: len(params)],
+        params,
+        drafter=watched(drafter, see),
+        policy=Recorded(3),
+        max_batch_size=2,
+        enough=enough,
     )
+    drafter.propose = known  # for another run
     if engine.draft_failures:  # which no control is about
         raise RuntimeError(f"the drafter failed: {engine.drafter and engine.drafter.last_error}")
     return outputs, proposals

@@ -70,7 +70,7 @@ class Image:
 
     def put(self, key: str, value: Any) -> None:
         """Give a value to a key of the architecture or, with its namespace, of another one; None takes it away."""
-        if key.partition(".")[0] not in ("general", "tokenizer", "split"):
+        if key.partition(".")[0] not in ("adapter", "general", "tokenizer", "split"):
             key = f"{self.architecture}.{key}"
         self.values = [one for one in self.values if one[0] != key.encode()]
         if value is not None:

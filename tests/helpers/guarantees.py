@@ -29,6 +29,7 @@ from helpers import families, gguf_cases
 from helpers.comparing import MARGIN, NEW, prompts
 from helpers.families import FAMILIES, RECURRENT
 from helpers.gguf_cases import MODELS
+from helpers.quantized import folder_of
 from helpers.support import run
 
 HYBRIDS = ("lfm2", "qwen3_5", "lfm2_moe", "qwen3_next", "qwen3_5_moe", "granitemoehybrid")
@@ -50,9 +51,9 @@ class Cell(NamedTuple):
     """A row of the table."""
 
     family: str
-    """A family of helpers/families.py, or a case of helpers/gguf_cases.py."""
+    """A family of helpers/families.py, or a case of helpers/gguf_cases.py or helpers/quantized.py."""
     format: str
-    """"folder" or "gguf"."""
+    """"folder", "gguf", or "quantized" for a case of helpers/quantized.py."""
     engine: str
     """"own code" of the family, or "kernels"."""
 
@@ -61,7 +62,7 @@ class Cell(NamedTuple):
 
     @property
     def vocab(self) -> int:
-        return gguf_cases.VOCAB if self.format == "gguf" else families.VOCAB
+        return families.VOCAB if self.format == "folder" else gguf_cases.VOCAB
 
 
 def on(engine: str, *names: str) -> list[Cell]:
@@ -72,11 +73,15 @@ def on(engine: str, *names: str) -> list[Cell]:
 OWN = on("own code", *FAMILIES, *RECURRENT)
 KERNELS = on("kernels", *READ, *HYBRIDS)
 FILES = [Cell(name, "gguf", "kernels") for name in MODELS]
+QUANTIZED = [Cell(name, "quantized", "kernels") for name in ("GPTQ", "AWQ", "MXFP4")]
 
 
 @functools.cache
 def reference_of(family: str, format: str = "folder") -> PreTrainedModel:
     """The model by transformers, to be left as it is."""
+    if format == "quantized":
+        with tempfile.TemporaryDirectory() as folder:
+            return folder_of(Path(folder) / "tiny", family)[1]
     return gguf_cases.model_of(family) if format == "gguf" else families.make(family)
 
 
@@ -109,11 +114,18 @@ def fused(model: PreTrainedModel, weights: str = "float32") -> CausalModel:
 
 
 def made(cell: Cell, weights: str = "float32", seed: int | None = None) -> Any:
-    """A model of its own. weights: see `fused`; of files "float32", or 8-bit blocks. seed: of other weights."""
+    """A model of its own. weights: see `fused`; of files "float32", or the stored bits. seed: of other weights."""
     if cell.format == "gguf":
         with tempfile.TemporaryDirectory() as folder:
             path = gguf_cases.file_of(cell.family, Path(folder), None if weights == "float32" else "Q8_0")
             return load_model(path, LoadOptions(dtype="fp32") if weights == "float32" else LoadOptions()).model
+    if cell.format == "quantized":
+        with tempfile.TemporaryDirectory() as folder:
+            path, exact = folder_of(Path(folder) / "tiny", cell.family)[0], weights == "float32"
+            found: Any = load_model(path, LoadOptions(activations="float32" if exact else "auto")).model
+        if exact:  # without the rounding of inputs, keys and values
+            found.use_fused(torch.float32)
+        return found
     model = copy.deepcopy(reference_of(cell.family)) if seed is None else families.make(cell.family, seed)
     if cell.engine == "kernels":
         return fused(model, weights)

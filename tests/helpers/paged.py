@@ -47,14 +47,6 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linears, "freeze_model", lambda weights, *_, **how: None)
 
 
-def scores(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Scores of one row's tokens [1, T], by a new cache."""
-    cache = model.new_cache()
-    cache.add_rows(1)
-    found: torch.Tensor = model.forward(ModelInput(ids, [ids.shape[1]]), cache).scores()
-    return found
-
-
 @contextmanager
 def language_of_the_interpreter() -> Iterator[None]:
     """Triton's language for the interpreter, which would otherwise replace its functions for each launch and each call.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from foresay.decoding.protocols import ModelInput
+from foresay.decoding.protocols import Logits, ModelInput
 
 
 def started(model: Any, rows: int = 1) -> Any:
@@ -28,3 +28,9 @@ def in_pieces(model: Any, ids: torch.Tensor, sizes: Sequence[int]) -> torch.Tens
     """Scores of a text [T] -> [T, V] whose pieces are fed one after another."""
     cache = started(model)
     return torch.cat([scores(model, part[None], cache=cache)[0] for part in ids.split(list(sizes))])
+
+
+def hidden_states(model: Any, tokens: Sequence[int] | torch.Tensor, layers: Sequence[int]) -> dict[int, torch.Tensor]:
+    """Hidden states of one text, layer -> [S, H]."""
+    given = ModelInput(torch.as_tensor(tokens)[None], [len(tokens)], logits=Logits.NONE, hidden_layers=tuple(layers))
+    return {layer: states[0] for layer, states in model.forward(given, started(model)).hidden.items()}

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from helpers import tiny
+from helpers import mxfp4, tiny
 from helpers.families import make
 
 VOCAB = len(tiny.tokenizer())
@@ -193,8 +193,10 @@ def folder_of(
 ) -> tuple[Path, PreTrainedModel]:
     """A folder whose layers are quantized, without the output layer or with it, and the model of their numbers in float32.
 
-    The model is shared; leave it as it is. change: of the tensors of the folder.
+    The model is shared; leave it as it is. case: also "MXFP4". change: of the tensors of the folder.
     """
+    if case == "MXFP4":  # of experts
+        return mxfp4.folder_of(path, change, layers)
     model, stored = _made(case, layers, with_head)
     found = {name: one.clone() for name, one in stored.items()}
     change(found)

@@ -18,8 +18,6 @@ from foresay.models.cpu import build, structs
 from foresay.models.cpu.product import NativeProduct
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.config_sizes import check_sizes
-from foresay.models.huggingface.linears import freeze_linears
-from foresay.models.huggingface.self_check import use_fused_layers
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model
 from foresay.models.sources.wrapping import wrap
@@ -27,7 +25,8 @@ from helpers import tiny
 from helpers.broken_kernels import Broken
 from helpers.families import make
 from helpers.forks import fork
-from helpers.passes import started
+from helpers.guarantees import fused
+from helpers.passes import scores, started
 
 SEED, CALLS = 1, 100
 
@@ -112,12 +111,9 @@ def test_products_of_other_widths_and_depths() -> None:
 @pytest.mark.parametrize("place", ["rows", "slots"])
 def test_a_pass_stays_within_its_cache(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a cache's tensors are smaller than its lengths state."""
-    weights = make("llama")
-    freeze_linears(weights)
-    model = CausalModel(weights)
-    assert use_fused_layers(model) is None
+    model = fused(make("llama"))
     cache = started(model, 2)
-    model.forward(ModelInput(torch.tensor([[5, 6], [7, 8]]), (2, 2)), cache)
+    scores(model, torch.tensor([[5, 6], [7, 8]]), cache=cache)
     monkeypatch.setattr(SlotCache, "reserve", lambda *_: None)
     if place == "slots":
         cache.lengths[0] = 5000

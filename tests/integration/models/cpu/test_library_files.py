@@ -247,11 +247,16 @@ def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
 def test_kernels_compiled_beforehand_need_no_compiler(
     prepared: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A processor gets the best ones that it can run."""
+    """A processor gets the best ones that it can run, of the same source."""
     assert build.library_path() == prepared[0] and build.is_compiled()
     monkeypatch.setattr(build, "processor_flags", lambda: PROCESSOR)
     assert build.library_path() == prepared[levels.levels().index(USABLE[0])] and build.library() is not None
     assert not (tmp_path / "cache").exists()
+    monkeypatch.setattr(build, "processor_flags", lambda: f"flags : {ALL}")
+    text = build.SOURCES[0].read_text()
+    build.SOURCES[0].write_text(f"{text}// changed")
+    assert again() is None and "no C++ compiler" in build.failure_reason()
+    build.SOURCES[0].write_text(text)
     fewer = ALL.replace("avx512", "").replace("vnni", "").replace("dp", "")
     monkeypatch.setattr(build, "processor_flags", lambda: f"flags : {fewer}")
     assert build.library_path() == prepared[-1]
@@ -275,11 +280,6 @@ def test_an_instruction_set_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch, t
     assert paths and all(path.is_file() for path in paths)
     monkeypatch.setattr(build, "processor_flags", lambda: "flags : sse2")
     assert again() is None and "needs instructions" in build.failure_reason()
-
-
-def test_kernels_of_another_source_are_not_used(prepared: list[Path]) -> None:
-    build.SOURCES[0].write_text(source(*FUNCTIONS) + "// changed")
-    assert build.library() is None and "no C++ compiler" in build.failure_reason()
 
 
 @pytest.mark.usefixtures("prepared")

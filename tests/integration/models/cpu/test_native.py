@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import math
 import os
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,6 +23,8 @@ from foresay.models.huggingface.self_check import use_fused_layers
 from foresay.models.layer import ClampedGate
 from helpers.broken_kernels import Broken
 from helpers.families import make
+from helpers.guarantees import fused
+from helpers.passes import in_pieces, scores, started
 from helpers.support import run
 
 Q, K, D = 6, 2, 16
@@ -125,16 +125,11 @@ def attend(
     softcap: float = 0.0,
     wide: bool | None = None,
     ancestors: torch.Tensor | None = None,
-    threads: int = 1,
-    only: int | None = None,
     dim: int = D,
     sinks: bool = False,
     query_scale: tuple[float, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values that the kernel gathers after rows of some lengths, and those of the definition, [rows, columns, Q * D] each.
-
-    only: give the kernel this row alone.
-    """
+    """Values that the kernel gathers after rows of some lengths, and those of the definition, [rows, columns, Q * D] each."""
     rows, room = len(lengths), max(lengths) + columns + 3
     stored = numbers(2, rows, room, K, dim, dtype=torch.float32 if dtype is torch.int8 else dtype)
     stored = stored.transpose(0, 1).contiguous()  # a block for each row
@@ -147,12 +142,11 @@ def attend(
     positions = slots if ancestors is None else torch.tensor(lengths)[:, None] + ancestors.sum(-1) - 1
     case = Case(norms, wide, slots, positions, window, softcap, ancestors, dim, sink, query_scale)
     reference = case.gathered(stored.transpose(0, 1).double(), joint.double(), cos, sin)
-    some = slice(None) if only is None else slice(only, only + 1)
-    place = torch.arange(rows)[some, None].expand(-1, columns).contiguous()
+    place = torch.arange(rows)[:, None].expand(-1, columns).contiguous()
     tokens = place.numel()
     starts = slots[:, :1].expand(-1, columns)
-    held = [x.contiguous() for x in (slots[some], positions[some], cos[some], sin[some], joint[some], starts[some])]
-    seen = None if ancestors is None else ancestors[some].to(torch.uint8).contiguous()
+    held = [x.contiguous() for x in (slots, positions, cos, sin, joint, starts)]
+    seen = None if ancestors is None else ancestors.to(torch.uint8).contiguous()
     blocks = (ctypes.c_void_p * rows)(*(block.data_ptr() for block in stores))
     capacities = (ctypes.c_int64 * rows)(*[room] * rows)
     asked = structs.AttentionStruct(
@@ -167,13 +161,13 @@ def attend(
     )  # fmt: skip
     out, scratch = torch.empty(tokens, Q * dim), torch.empty(tokens, Q * dim)
     kernel("attend")(
-        ctypes.byref(asked), held[4].data_ptr(), scratch.data_ptr(), out.data_ptr(), CACHES[dtype], threads
+        ctypes.byref(asked), held[4].data_ptr(), scratch.data_ptr(), out.data_ptr(), CACHES[dtype], 2
     )  # fmt: skip
-    return out.view(-1, columns, Q * dim), reference[some]
+    return out.view(-1, columns, Q * dim), reference
 
 
 class Case(NamedTuple):
-    """Attention by its definition, one token and head at a time."""
+    """Attention by its definition."""
 
     norms: tuple[torch.Tensor, torch.Tensor]
     wide: bool | None
@@ -191,12 +185,15 @@ class Case(NamedTuple):
             return x
         return rms(x if self.wide else x.view(*self.slots.shape, heads, self.dim), weight.double(), 1e-5).flatten(2)
 
-    def seen(self, i: int, t: int) -> list[int]:
-        """Slots in sight of a token."""
-        start, at = int(self.slots[i, 0]), self.positions[i] - self.window
-        tree = [j for j in range(t + 1) if self.ancestors is None or bool(self.ancestors[i, t, j])]
-        near = [start + j for j in tree if not self.window or int(self.positions[i, j]) > int(at[t])]
-        return [n for n in range(start) if not self.window or n > int(at[t])] + near
+    def seen(self, room: int) -> torch.Tensor:
+        """[rows, columns, room], True for the slots in sight of a token."""
+        rows, columns = self.slots.shape
+        tree = torch.ones(columns, columns).tril().expand(rows, -1, -1) if self.ancestors is None else self.ancestors
+        at = torch.arange(room).repeat(rows, 1)
+        at.scatter_(1, self.slots, self.positions)
+        seen = (torch.arange(room) < self.slots[:, :1, None]).repeat(1, columns, 1)
+        seen.scatter_(2, self.slots[:, None].expand(-1, columns, -1), tree.bool())
+        return seen & (at[:, None] > self.positions[..., None] - (self.window or 1 << 30))
 
     def gathered(self, stores: torch.Tensor, joint: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         (keys, values), dim, shape = stores.clone(), self.dim, self.slots.shape
@@ -208,23 +205,20 @@ class Case(NamedTuple):
             half = torch.cat([-part[..., dim // 4 :], part[..., : dim // 4]], -1)
             return torch.cat([part * c + half * s, rest], -1)
 
-        query, key = turned(self.normed(query, Q, self.norms[0]), Q), turned(self.normed(key, K, self.norms[1]), K)
-        out = torch.zeros(*shape, Q, dim, dtype=torch.double)
-        for i, t in itertools.product(*map(range, shape)):
-            if t == 0:
-                keys[i, self.slots[i]], values[i, self.slots[i]] = key[i], value.view(*shape, K, dim)[i]
-            seen = self.seen(i, t)
-            for h in range(Q):
-                scores = 0.3 * keys[i, seen, h // (Q // K)] @ query[i, t, h]
-                if self.query_scale is not None:
-                    rate, length = self.query_scale
-                    scores = scores * (1 + rate * math.log(1 + int(self.positions[i, t]) // length))
-                if self.softcap:
-                    scores = self.softcap * torch.tanh(scores / self.softcap)
-                if self.sinks is not None:
-                    scores = torch.cat([scores, self.sinks[h : h + 1]])
-                out[i, t, h] = scores.softmax(0)[: len(seen)] @ values[i, seen, h // (Q // K)]
-        return out.flatten(-2)
+        rows = torch.arange(shape[0])[:, None]
+        keys[rows, self.slots] = turned(self.normed(key, K, self.norms[1]), K)
+        values[rows, self.slots] = value.view(*shape, K, dim)
+        keys, values = (one.repeat_interleave(Q // K, 2) for one in (keys, values))
+        scores = 0.3 * torch.einsum("ithd,ishd->iths", turned(self.normed(query, Q, self.norms[0]), Q), keys)
+        if self.query_scale is not None:
+            rate, length = self.query_scale
+            scores = scores * (1 + rate * (1 + self.positions // length).double().log())[..., None, None]
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        scores = scores.masked_fill(~self.seen(keys.shape[1])[:, :, None], -torch.inf)
+        if self.sinks is not None:
+            scores = torch.cat([scores, self.sinks.double()[:, None].expand(*shape, -1, 1)], -1)
+        return torch.einsum("iths,ishd->ithd", scores.softmax(-1)[..., : keys.shape[1]], values).flatten(-2)
 
 
 TREE = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]], dtype=torch.bool).expand(3, -1, -1)
@@ -268,15 +262,6 @@ def test_the_definition_tells_the_cases_apart(case: str) -> None:
     assert not torch.allclose(other.double(), wanted, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", CACHES)
-@pytest.mark.parametrize("row", [0, 1, 2])
-def test_the_bits_of_a_row_are_those_it_has_alone(dtype: torch.dtype, row: int) -> None:
-    together, _ = attend([3, 70, 200], 9, dtype, threads=2)
-    SEEDED.manual_seed(5)
-    alone, _ = attend([3, 70, 200], 9, dtype, only=row)
-    assert torch.equal(together[row], alone[0])
-
-
 def test_numbers_are_rounded_as_pytorch_rounds_them() -> None:
     """By a product with one weight of 1 a row."""
     x = torch.cat([numbers(1000) * 3, torch.tensor([math.inf, -math.inf, math.nan, 0.0, 1e-40, 3.4e38])])
@@ -301,16 +286,9 @@ def test_a_token_shares_what_is_read_and_nothing_else(broken_kernels: Broken) ->
     """Long rows, by tokens that look together or alone. Control: sums that begin anew wherever a span looks next."""
 
     def different() -> int:
-        model, count = compiled("mistral", sliding_window=100), 0  # spans begin anywhere
-        tokens = torch.randint(2, 90, (1, 230), generator=SEEDED)
-        other = started(model)
-        whole = model.forward(ModelInput(tokens[:, :200], (200,)), started(model)).scores()[0]
-        start = 0
-        for size in (1, 3, 60, 5, 1, 16, 17, 2, 95):
-            part = model.forward(ModelInput(tokens[:, start : start + size], (size,)), other).scores()[0]
-            count += int((part != whole[start : start + size]).any(1).sum())
-            start += size
-        return count
+        model = fused(make("mistral", sliding_window=100))  # spans begin anywhere
+        tokens = torch.randint(2, 90, (200,), generator=SEEDED)
+        return int((in_pieces(model, tokens, (1, 3, 60, 5, 1, 16, 17, 2, 95)) != scores(model, tokens[None])[0]).sum())
 
     assert different() == 0
     with broken_kernels():
@@ -321,12 +299,12 @@ def test_a_token_shares_what_is_read_and_nothing_else(broken_kernels: Broken) ->
 
 def test_a_branch_of_a_tree_has_the_bits_of_a_chain() -> None:
     """Though its tokens lie in other slots."""
-    model = compiled("llama", torch.bfloat16)
+    model = fused(make("llama"), "bfloat16")
     before, chain = torch.randint(2, 90, (1, 61), generator=SEEDED), torch.tensor([[5, 9, 17, 3]])
     caches = started(model), started(model)
     for cache in caches:
-        model.forward(ModelInput(before, (61,)), cache)
-    wanted = model.forward(ModelInput(chain, (4,)), caches[0]).scores()[0]
+        scores(model, before, cache=cache)
+    wanted = scores(model, chain, cache=caches[0])[0]
     tree = torch.tensor([[5, 8, 9, 7, 17, 2, 3]])
     parents = torch.tensor([[-1, 0, 0, 1, 2, 4, 4]])
     ours = model.forward(ModelInput(tree, (7,), parents=parents), caches[1]).scores()[0]
@@ -337,26 +315,10 @@ def test_a_branch_of_a_tree_has_the_bits_of_a_chain() -> None:
 # -- the whole model ---------------------------------------------------------------------------------------------------
 
 
-def started(model: CausalModel, rows: int = 1) -> Any:
-    cache = model.new_cache()
-    cache.add_rows(rows)
-    return cache
-
-
-def compiled(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> CausalModel:
-    weights = make(family, **changes).to(dtype)
-    freeze_linears(weights)
-    model = CausalModel(weights)
-    assert use_fused_layers(model) is None
-    assert model.fused is not None
-    assert model.fused.is_native
-    return model
-
-
 @pytest.mark.parametrize("logits", Logits)
 def test_pads_are_zeros_and_the_last_is_each_rows_own(logits: Logits) -> None:
     """A pass over no token is one, too."""
-    model = compiled("llama")
+    model = fused(make("llama"))
     cache = started(model, 3)
     empty = ModelInput(torch.zeros(3, 3, dtype=torch.int64), (0, 0, 0), logits=logits, hidden_layers=(1,))
     out = model.forward(empty, cache)
@@ -365,10 +327,9 @@ def test_pads_are_zeros_and_the_last_is_each_rows_own(logits: Logits) -> None:
         return
     columns = 1 if logits is Logits.LAST else 3
     assert out.scores().shape[:2] == (3, columns)
-    scores = model.forward(ModelInput(torch.tensor([[5, 9, 17]] * 3), (3, 1, 2), logits=logits), cache).scores()
-    assert scores.shape[1] == columns and not scores[1, 1:].any()
-    own = model.forward(ModelInput(torch.tensor([[5, 9]]), (2,)), started(model)).scores()[0, 1]
-    assert torch.equal(own, scores[2, 1 if logits is Logits.ALL else 0])
+    found = model.forward(ModelInput(torch.tensor([[5, 9, 17]] * 3), (3, 1, 2), logits=logits), cache).scores()
+    assert found.shape[1] == columns and not found[1, 1:].any()
+    assert torch.equal(scores(model, torch.tensor([[5, 9]]))[0, 1], found[2, 1 if logits is Logits.ALL else 0])
 
 
 def test_a_head_by_another_kernel_is_not_trusted_with_single_rows() -> None:
@@ -382,16 +343,15 @@ def test_a_head_by_another_kernel_is_not_trusted_with_single_rows() -> None:
     assert model.fused is not None
     assert not model.batch_invariant
     assert not model.capabilities.prefill_together
-    assert compiled("llama").capabilities.prefill_together, "control"
+    assert fused(make("llama")).capabilities.prefill_together, "control"
 
 
 def found(model: CausalModel) -> bool:
     """Whether the kernels are given the stores that a cache has after it grew, in length and in rows."""
-    assert model.fused is not None
-    native = model.fused._native
+    native = model.fused and model.fused._native
     assert native is not None
-    cache, tokens = started(model), torch.arange(2, 62)[None]
-    model.forward(ModelInput(tokens, (60,)), cache)
+    cache = started(model)
+    scores(model, torch.arange(2, 62)[None], cache=cache)
     stores = native._stores_of(cache)
     assert native._stores_of(cache) is stores, "looked for once"
     seen = []
@@ -407,38 +367,21 @@ def found(model: CausalModel) -> bool:
 
 def test_a_cache_that_grows_lets_go_of_what_it_had() -> None:
     """Else a growing cache would be there twice."""
-    model = compiled("llama")
+    model = fused(make("llama"))
     cache = started(model)
-    model.forward(ModelInput(torch.arange(2, 62)[None], (60,)), cache)
+    scores(model, torch.arange(2, 62)[None], cache=cache)
     assert isinstance(cache.tensors, RowStores)
     old = [weakref.ref(block) for block in cache.tensors.blocks if block is not None]
     cache.begin_pass(0, 1, 600, torch.device("cpu"), None)
-    assert old
-    assert all(one() is None for one in old)
+    assert old and all(one() is None for one in old)
 
 
 def test_a_cache_that_grows_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = compiled("llama")
+    model, tokens = fused(make("llama")), torch.arange(2, 92).repeat(4)
     assert found(model)
-    cache, tokens = started(model), torch.arange(2, 92).repeat(4)[None]
-    parts = [model.forward(ModelInput(part, (60,)), cache).scores() for part in tokens.split(60, 1)]
-    assert torch.equal(torch.cat(parts, 1), model.forward(ModelInput(tokens, (360,)), started(model)).scores())
+    assert torch.equal(in_pieces(model, tokens, [60] * 6), scores(model, tokens[None])[0])
     monkeypatch.setattr(RowStores, "version", property(lambda self: 1, lambda self, count: None), raising=False)
     assert not found(model), "control: what does not count its stores is not looked at again"
-
-
-def test_threads_may_share_a_model() -> None:
-    """Passes by four threads, each over a cache of its own."""
-    model, tokens = compiled("llama"), [torch.randint(2, 90, (1, 40), generator=SEEDED) for _ in range(4)]
-
-    def scores(ids: torch.Tensor) -> torch.Tensor:
-        cache = model.new_cache()
-        cache.add_rows(1)
-        return model.forward(ModelInput(ids, (40,)), cache).scores()
-
-    alone = [scores(ids) for ids in tokens]
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(lambda n: torch.equal(scores(tokens[n % 4]), alone[n % 4]), range(400)))
 
 
 def test_a_child_process_has_threads_of_its_own() -> None:

@@ -10,11 +10,9 @@ import torch
 
 from foresay.models.cpu import build
 from foresay.models.cpu.product import BLOCKS, NativeProduct
-from foresay.models.huggingface.causal import CausalModel
-from foresay.models.huggingface.linears import freeze_linears
-from foresay.models.huggingface.self_check import use_fused_layers
 from helpers.broken_kernels import Broken
 from helpers.families import make
+from helpers.guarantees import fused
 from helpers.passes import in_pieces, scores
 
 ROWS = (1, 2, 5, 9, 12, 13, 16, 17, 31, 32, 33, 65)
@@ -25,10 +23,10 @@ def numbers(*shape: int) -> torch.Tensor:
 
 
 def blocks(kind: str) -> NativeProduct:
-    """A product of random blocks of a GGUF type: 70 outputs, 768 deep."""
+    """A product of random blocks of a GGUF type: 38 outputs, 512 deep."""
     weights, size, _, _ = BLOCKS[kind]
-    stored = np.random.default_rng(3).integers(0, 256, (70, 768 // weights * size), np.uint8)
-    own = stored.reshape(70, -1, size)
+    stored = np.random.default_rng(3).integers(0, 256, (38, 512 // weights * size), np.uint8)
+    own = stored.reshape(38, -1, size)
     own[:, :, 1::2] &= 0x3F  # so that scales are finite wherever they lie
     if kind == "MXFP4":
         own[:, :, 0] = 120 + own[:, :, 0] % 8
@@ -122,10 +120,7 @@ def test_bits_of_bfloat16_products_do_not_depend_on_the_rows(depth: int, request
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_token_has_its_bits_in_any_pass(threads: int) -> None:
-    weights = make("llama").to(torch.bfloat16)
-    freeze_linears(weights)
-    model = CausalModel(weights)
-    assert use_fused_layers(model) is None
+    model = fused(make("llama"), "bfloat16")
     ids = torch.randint(2, 90, (2, 70), generator=torch.Generator().manual_seed(1))
     torch.set_num_threads(threads)
     try:

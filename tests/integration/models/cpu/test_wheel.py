@@ -28,9 +28,9 @@ def wheel(folder: Path, prebuild: str) -> Path:
     kernels = source / "src" / "foresay" / "models" / "cpu"
     (kernels / "kernels.cpp").write_text(small_kernels.source(*small_kernels.FUNCTIONS))
     (kernels / "multiply.cpp").write_text("")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "-w", str(folder)]
+    build = f"from setuptools import build_meta; build_meta.build_wheel({str(folder)!r})"  # as pip calls it
     environment = {**os.environ, "FORESAY_PREBUILD": prebuild}
-    subprocess.run([*command, str(source)], check=True, env=environment, capture_output=True)
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, env=environment, capture_output=True)
     [made] = folder.glob("*.whl")
     return made
 

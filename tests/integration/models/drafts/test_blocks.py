@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.drafters import BlockDrafter, Cascade, Hybrid, PromptLookup, SuffixDrafter
-from foresay.errors import ModelLoadError, ModelNotFoundError
+from foresay.drafters import BlockDrafter
+from foresay.errors import ModelNotFoundError
 from foresay.generation.load import load
-from foresay.models.drafts.base import StoredDraft, target_rows
+from foresay.models.drafts.base import target_rows
 from foresay.models.drafts.block import BlockModel
 from foresay.models.drafts.block_config import DOMINO, SELECTOR, BlockConfig, PathShape, Sight
 from foresay.models.drafts.files import read_draft, write_draft
@@ -26,21 +22,19 @@ from foresay.models.huggingface.linears import quantizer
 from foresay_lab.training.students import BlockStudent
 from helpers import tiny
 from helpers.blocks import random_block, reference_block, reference_path
-from helpers.drafting import PROMPTS, SMALL, accepted, compared, decoded, recurrent_target
+from helpers.drafting import KINDS, PROMPTS, SMALL, accepted, compared, decoded, recurrent_target, stored
 from helpers.drafting import llama_target as target
 from helpers.families import VOCAB, make
-from helpers.passes import started
+from helpers.passes import hidden_states, started
 from helpers.refusals import refused
 from helpers.support import run
 
 TEXT = torch.tensor([3, 17, 29, 3, 80, 41, 5])
 
 
-def states_of(model: CausalModel, block: BlockModel, tokens: torch.Tensor) -> torch.Tensor:
+def states_of(block: BlockModel, tokens: torch.Tensor) -> torch.Tensor:
     """The target's hidden states of one text, [S, L * H]."""
-    cache = started(model)
-    given = ModelInput(tokens[None], [len(tokens)], logits=Logits.NONE, hidden_layers=block.hidden_layers)
-    return block.joined(model.forward(given, cache).hidden)[0]
+    return block.joined(hidden_states(block.target, tokens, block.hidden_layers))
 
 
 def outputs_of(block: BlockModel, states: torch.Tensor, anchor: int, length: int | None = None) -> torch.Tensor:
@@ -74,20 +68,13 @@ CASES: dict[str, dict[str, Any]] = {
     "domino": {"from_anchor": False, "path": DOMINO_SHAPE, "scales": {"softcap": 3.0}},
     "gated": {"path": GATED, "sights": [Sight(window=3, causal=True), Sight()]},
     "rnn": {"path": RNN, "sights": [Sight(causal=True)] * 2},
+    "DSpark's parts with DFlash's positions": {"from_anchor": False, "path": PathShape("vanilla", 6)},
     "no path": {"rank": 0, "confidence": False},
     "not normalized": {"normalizes": False},
     "trimmed": {"ids": IDS},
     "one layer": {"depth": 1, "layers": (0, 3), "size": 8},
     "causal": {"from_anchor": False, "sights": [Sight(causal=True)] * 2},
 }
-
-
-def stored(made: StoredDraft, folder: Path, **changes: Any) -> tuple[StoredDraft, dict[str, Any], Any]:
-    """A drafter by way of files; its config.json, with some fields changed, and its tensors."""
-    write_draft(made, folder)
-    values = {**json.loads((folder / "config.json").read_text()), **changes}
-    (folder / "config.json").write_text(json.dumps(values))
-    return read_draft(folder), values, load_file(folder / "model.safetensors")
 
 
 def embedded(model: CausalModel, values: dict[str, Any], anchor: int = int(TEXT[-1])) -> torch.Tensor:
@@ -105,7 +92,7 @@ def test_a_few_lines_that_read_the_layout_compute_the_same(case: str, kernels: b
     made, config, weights = stored(random_block(model, **CASES[case]), tmp_path)
     block = BlockModel(made, model)
     assert block.capabilities.own_threads is kernels and BlockConfig.read(made.config.as_plain()) == made.config
-    states, masks = states_of(model, block, TEXT)[:-1], embedded(model, config)
+    states, masks = states_of(block, TEXT)[:-1], embedded(model, config)
     found = outputs_of(block, states, int(TEXT[-1]))
     wanted = reference_block(weights, config, states, masks)
     torch.testing.assert_close(found.double(), wanted, atol=2e-4, rtol=1e-3)
@@ -136,7 +123,7 @@ def test_neighbouring_pairs_are_turned_where_a_file_states_it(kernels: bool, tmp
     model, original = target(kernels=kernels), random_block(target())
     made, values, weights = stored(original, tmp_path, rope_is_neox_style=False)
     block = BlockModel(made, model)
-    states, masks = states_of(model, block, TEXT)[:-1], embedded(model, values)
+    states, masks = states_of(block, TEXT)[:-1], embedded(model, values)
     found = outputs_of(block, states, int(TEXT[-1])).double()
     torch.testing.assert_close(found, reference_block(weights, values, states, masks), atol=2e-4, rtol=1e-3)
     halves = reference_block(weights, {**values, "rope_is_neox_style": True}, states, masks)
@@ -162,7 +149,7 @@ def test_embeddings_of_a_gemma_target_have_the_factor_that_a_file_means(states_s
         changes = {"dflash_config": {name: one for name, one in own.items() if name != "input_embedding_scale"}}
     made, values, weights = stored(original, tmp_path, **changes)
     block, embedding = BlockModel(made, model), model.model.get_input_embeddings()
-    states, ids = states_of(model, block, TEXT)[:-1], torch.tensor([5, *[VOCAB - 1] * 4])
+    states, ids = states_of(block, TEXT)[:-1], torch.tensor([5, *[VOCAB - 1] * 4])
     both = torch.nn.functional.embedding(ids, embedding.weight), embedding(ids)
     assert not torch.allclose(*both)
     wanted, other = (reference_block(weights, values, states, one) for one in (both if states_scale else both[::-1]))
@@ -180,7 +167,7 @@ def test_what_is_trained_is_what_drafts(case: str) -> None:
     made = random_block(model, **CASES[case])
     block = BlockModel(made, model)
     text = torch.randint(2, VOCAB, (12,), generator=torch.Generator().manual_seed(1))
-    states, anchors = states_of(model, block, text), torch.tensor([[2, 5, 9]])
+    states, anchors = states_of(block, text), torch.tensor([[2, 5, 9]])
     ids = torch.full((1, 3, made.config.block_size), made.config.mask_token_id)
     ids[0, :, 0] = text[anchors[0]]
     with torch.no_grad():
@@ -198,7 +185,7 @@ def test_a_shorter_block_is_another_one_and_a_batch_changes_nothing(case: str) -
         model = target(kernels=kernels)
         block = BlockModel(random_block(model, **CASES[case]), model)
         text = torch.randint(2, VOCAB, (9,), generator=torch.Generator().manual_seed(2))
-        states = states_of(model, block, text)
+        states = states_of(block, text)
         alone = [outputs_of(block, states[:n], int(text[n]), length) for n, length in ((3, 5), (7, 5), (5, 2))]
         cache = started(block, 4)
         block.add_context([block.features(states[:n]) for n in (3, 7, 5)], cache)
@@ -214,7 +201,7 @@ def in_passes(block: BlockModel) -> Any:
     """A drafter, each of whose drafts must be that of a pass over the whole text."""
 
     def wanted(text: torch.Tensor, draft: torch.Tensor) -> list[int]:
-        outputs = outputs_of(block, states_of(block.target, block, text)[:-1], int(text[-1]))
+        outputs = outputs_of(block, states_of(block, text)[:-1], int(text[-1]))
         outputs = outputs[block.config.block_size - block.config.num_draft_tokens :]
         found: list[int] = scores_of(block, outputs, [int(text[-1]), *draft[:-1].tolist()]).argmax(-1).tolist()
         return found
@@ -245,16 +232,7 @@ def test_each_draft_is_that_of_a_pass_over_the_whole_text(method: str) -> None:
 def test_drafts_for_a_recurrent_target(fused: bool) -> None:
     """Fused layers keep a state for each position; the family's own code feeds tokens again."""
     model = recurrent_target("qwen3_5", fused)
-    assert len(accepted(decoded(model, in_passes(BlockModel(random_block(model), model)), new=20, gamma=5))) > 2
-
-
-KINDS: dict[str, Callable[[BlockModel], Any]] = {
-    "confident": lambda block: BlockDrafter(block, SMALL, confidence=0.5),
-    "best first": lambda block: BlockDrafter(block, SMALL, sample=False, nodes=9),
-    "cascade": lambda block: Cascade([BlockDrafter(block, SMALL), PromptLookup(min_ngram=1)], [[2, 2], [0, 0]]),
-    "after lookup": lambda block: Cascade([PromptLookup(min_ngram=1), BlockDrafter(block, SMALL)], [[2, 3], [0, 0]]),
-    "hybrid": lambda block: Hybrid(SuffixDrafter(), BlockDrafter(block, SMALL), min_match=3, k=4),
-}
+    assert len(accepted(decoded(model, in_passes(BlockModel(random_block(model), model)), new=16, gamma=5))) > 2
 
 
 @pytest.mark.parametrize(
@@ -301,7 +279,7 @@ def test_confidence_ends_blocks() -> None:
 def test_weights_in_8_bits_draft_as_well() -> None:
     model = target()
     made = random_block(model)
-    states = states_of(model, BlockModel(made, model), torch.arange(2, 12))
+    states = states_of(BlockModel(made, model), torch.arange(2, 12))
     whole, rounded = (outputs_of(BlockModel(made, model, **more), states, 5) for more in ({}, {"make": quantizer(8)}))
     assert not torch.equal(whole, rounded)
     assert float((whole - rounded).abs().mean()) < 0.05 * float(whole.abs().mean())
@@ -322,34 +300,13 @@ def test_published_layouts(caplog: pytest.LogCaptureFixture) -> None:
     assert "not known are ignored: new_part" in caplog.text
 
 
-def test_the_speculators_layout() -> None:
-    dspark = random_block(target(), layers=(0, 2)).config
-    plain = dspark.as_plain()
-    layer = (*dspark.layer, "model_type", "num_hidden_layers", "vocab_size")
-    read = BlockConfig.read(
-        {
-            "speculators_model_type": "dspark",
-            "transformer_layer_config": {name: value for name, value in plain.items() if name in layer},
-            "aux_hidden_state_layer_ids": [0, 2],
-            **{name: plain[name] for name in ("block_size", "mask_token_id", "markov_rank", "draft_vocab_size")},
-            "markov_head_type": "vanilla",
-            "enable_confidence_head": True,
-            "confidence_head_with_markov": True,
-            "speculators_config": {"verifier": {"name_or_path": "org/target", "architectures": ["X"]}},
-        }
-    )
-    assert read == replace(dspark, target="org/target", target_architectures=("X",))
-    mixed = replace(dspark, from_anchor=False)  # DSpark's parts with DFlash's positions
-    assert BlockConfig.read(mixed.as_plain()) == mixed
-
-
 def test_copies_of_the_targets_layers_in_a_file(tmp_path: Path) -> None:
     model = target()
     made, embeddings = random_block(model), model.model.get_input_embeddings().weight
     write_draft(made, tmp_path, lm_head=target_rows(model, None), embeddings=embeddings)
     found = read_draft(tmp_path)
     assert found.module.lm_head is not None and found.module.embed_tokens is not None
-    states = states_of(model, BlockModel(made, model), torch.arange(2, 9))
+    states = states_of(BlockModel(made, model), torch.arange(2, 9))
     torch.testing.assert_close(*(outputs_of(BlockModel(one, model), states, 3) for one in (found, made)))
 
 
@@ -402,21 +359,10 @@ def test_configurations_that_are_refused(changes: dict[str, Any], param: str, va
         BlockConfig.read({k: v for k, v in values.items() if v is not None})
 
 
-def test_files_that_are_refused(tmp_path: Path) -> None:
+def test_another_target_is_refused_by_name() -> None:
+    """Files that are not whole are in test_heads.py."""
     model = target()
-    made, _, tensors = stored(random_block(model, ids=[1, 5, 9]), tmp_path)
-    for message, changed in {
-        "norm.weight": {k: v for k, v in tensors.items() if k != "norm.weight"},
-        "fc.weight": {**tensors, "fc.weight": tensors["fc.weight"][:, :-1].contiguous()},
-        "extra": {**tensors, "extra": torch.zeros(1)},
-        "no d2t": {k: v for k, v in tensors.items() if k != "d2t"},
-        "d2t must be": {**tensors, "d2t": torch.tensor([5, 1, 0])},
-    }.items():
-        save_file(changed, tmp_path / "model.safetensors")
-        with pytest.raises(ModelLoadError, match=message):
-            read_draft(tmp_path)
-    with pytest.raises(ModelNotFoundError, match=r"config\.json"):
-        read_draft(tmp_path / "nothing")
+    made = random_block(model, ids=[1, 5, 9])
     narrow = CausalModel(make("llama", 3, tie_word_embeddings=False))
     narrow.model.lm_head = torch.nn.Linear(32, VOCAB - 7, bias=False)
     for draft, wrong, param, value in (

@@ -24,7 +24,7 @@ from foresay.models.sources.drafts import load_draft
 from helpers import tiny
 from helpers.assistants import write_gguf
 from helpers.blocks import random_block
-from helpers.families import make
+from helpers.drafting import llama_target as target
 from helpers.heads import random_head
 from helpers.refusals import refused
 
@@ -57,10 +57,6 @@ NAMES = {
     "attention_conv.base_kernel": "attn_conv_base",
     "mlp_conv.base_kernel": "ffn_conv_base",
 }
-
-
-def target() -> CausalModel:
-    return CausalModel(make("llama", 3, tie_word_embeddings=False))
 
 
 def written(

@@ -1,4 +1,4 @@
-"""Drafts of a head in one call of the kernels: the bits of single passes, the rule that ends them, and who draws them so."""
+"""Drafts of a head on the kernels: a chain in one call has the bits of single passes, a tree the nodes of a search by them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from typing import Any
 import pytest
 import torch
 
+from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.distributions import Distributions
 from foresay.decoding.outcome import Step
-from foresay.decoding.protocols import Logits, ModelInput
-from foresay.decoding.rows import Rows
+from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.decoding.stopping import CONFIDENCES, Reads, Stopping, StoppingRule
 from foresay.drafters import HeadDrafter
+from foresay.drafters.feature_cache import FeatureCache
+from foresay.drafters.hidden_states import BRANCHES
 from foresay.lengths import ConfidenceLength, ConstantLength, ThroughputLength
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.cpu.chain import NativeChain
 from foresay.models.drafts import head as head_module
-from foresay.models.drafts.base import NEXT
 from foresay.models.drafts.head import HeadModel
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import freeze_linears, quantizer, unquantized
+from helpers import passes
 from helpers.families import VOCAB, make
-from helpers.heads import random_head
+from helpers.heads import chain, fed, random_head
 from helpers.making import By
 from helpers.support import run
 
@@ -54,9 +56,8 @@ def pairs(head: HeadModel, length: int, known: int) -> tuple[torch.Tensor, torch
 def started(head: HeadModel, length: int) -> SlotCache:
     """A cache with `length` random pairs."""
     tokens, features = pairs(head, length, 0)
-    cache = head.new_cache()
-    cache.add_rows(1)
-    head.forward(ModelInput(tokens[None], [length], logits=Logits.LAST, features=features[None]), cache)
+    cache: SlotCache = passes.started(head)
+    fed(head, cache, tokens, features)
     return cache
 
 
@@ -66,14 +67,12 @@ def stepwise(head: HeadModel, length: int, known: int, most: int) -> tuple[list[
     ids: list[int] = []
     confidences = []
     tokens, features = pairs(head, length, known)
-    fed, before = tokens[None, length:], features[None, length:]
+    more, after = tokens[length:], features[length:]
     while len(ids) < most:
-        model_input = ModelInput(fed, [fed.shape[1]], logits=Logits.LAST, features=before)
-        out = head.forward(model_input, cache)
-        scores = out.scores()[:, -1:]
-        fed = scores.argmax(-1)
-        confidences.append(float(Distributions(fed, scores=scores).confidence(fed)))
-        ids, before = [*ids, int(fed)], out.hidden[NEXT][:, -1:]
+        scores, after = fed(head, cache, more, after)
+        more = scores.argmax(-1, keepdim=True)
+        confidences.append(float(Distributions(more[None], scores=scores[None, None]).confidence(more[None])))
+        ids.append(int(more))
     return ids, confidences, written(cache, length, known + most - 1)
 
 
@@ -275,3 +274,68 @@ def test_scores_of_more_tokens_than_the_target_has_are_cut_elsewhere() -> None:
     wide = torch.nn.Linear(made.module.norm.weight.shape[0], VOCAB + 30, bias=False)
     made.module.lm_head = wide
     assert HeadModel(made, model)._chain is None
+
+
+# -- trees -------------------------------------------------------------------------------------------------------------
+
+NODES, WIDTH = 13, HeadDrafter.width
+Path = tuple[int, ...]
+
+
+def row_of(head: HeadModel, length: int) -> Row:
+    """A row of random tokens and hidden states, greedy."""
+    numbers = torch.Generator().manual_seed(length)
+    tokens = torch.randint(2, VOCAB, (length + 1,), generator=numbers).tolist()
+    row = Row(0, tokens, SamplingParams(max_new_tokens=60), limit=length + 60)
+    width = head.target.model.config.hidden_size
+    row.prompt_hidden = {
+        layer: torch.randn(length, width, generator=numbers).to(head.dtype) for layer in head.hidden_layers
+    }
+    return row
+
+
+def probabilities(head: HeadModel, row: Row, path: Path) -> torch.Tensor:
+    """The head's distribution after the row and a path, by single passes over a cache of its own."""
+    tokens, features = torch.from_numpy(row.tokens[1:]), head.features(head.joined(row.prompt_hidden))
+    return chain(head, tokens, features, path)[-1].float().softmax(-1)
+
+
+def searched(head: HeadModel, row: Row) -> set[Path]:
+    """Level by level, the children of the most probable new nodes among the best of all."""
+    nodes: dict[Path, float] = {}
+    level: list[Path] = [()]
+    while level:
+        newest = {}
+        for path in level:
+            top = probabilities(head, row, path).topk(BRANCHES)
+            for p, token in zip(top.values.tolist(), top.indices.tolist(), strict=True):
+                newest[(*path, token)] = nodes.get(path, 1.0) * p
+        nodes |= newest
+        best = sorted(nodes, key=lambda path: -nodes[path])[:NODES]
+        level = sorted((path for path in newest if path in best), key=lambda path: -nodes[path])[:WIDTH]
+    return set(best)
+
+
+def grown(head: HeadModel, row: Row) -> set[Path]:
+    rows = Rows([row], capabilities=Capabilities(trees=True))
+    drafter = HeadDrafter(head, VOCAB, nodes=NODES)
+    drafter.admit(rows, 0)
+    proposal = drafter.propose(rows, [NODES], ConstantLength(NODES))
+    assert proposal.failure is None and proposal.parents is not None
+    nodes: list[Path] = []
+    for token, parent in zip(proposal.token_ids[0].tolist(), proposal.parents[0].tolist(), strict=True):
+        nodes.append((*(nodes[parent] if parent >= 0 else ()), token))
+    return set(nodes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tree_has_the_nodes_of_a_search_by_single_passes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = CausalModel(make("llama", 3, vocab_size=VOCAB, tie_word_embeddings=False).to(dtype))
+    model.use_fused()
+    heads = [HeadModel(random_head(model, gain=1.2, seed=seed), model) for seed in range(12)]
+    rows = [row_of(head, 4 + i) for i, head in enumerate(heads)]
+    wanted = [searched(head, row) for head, row in zip(heads, rows, strict=True)]
+    assert sum(max(map(len, nodes)) > 3 for nodes in wanted) > 3, "no tree is deep"
+    assert [grown(head, row) for head, row in zip(heads, rows, strict=True)] == wanted
+    monkeypatch.setattr(FeatureCache, "keep_nodes", lambda self, index: None)
+    assert [grown(head, row) for head, row in zip(heads, rows, strict=True)] != wanted, "control: nodes were dropped"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,13 @@ import pytest
 import torch
 
 import foresay
-from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import LengthPolicy
-from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import HeadDrafter
 from foresay.errors import ModelLoadError, UnsupportedModelError
 from foresay.models.gguf import mtp, packed
 from foresay.models.huggingface.frozen import FrozenExperts, FrozenLinear
 from helpers import tiny
+from helpers.drafting import watched
 from helpers.families import make
 from helpers.gguf_files import write_gguf
 from helpers.mtp import layers_of_gguf, save_with_mtp
@@ -44,25 +41,15 @@ def file_of(family: str, path: Path, kind: str | None = None, **layers: torch.Te
     return write_gguf(path, model, kind=kind, mtp={**layers_of_gguf(model, family), **layers})
 
 
-class _Kept(HeadDrafter):
-    """Keeps every draft."""
-
-    drafts: list[list[list[int]]]
-
-    def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
-        out = super().propose(rows, budget, policy)
-        self.drafts.append(out.token_ids.tolist())
-        return out
-
-
 def drafts_of(path: Path) -> list[list[list[int]]]:
     found = foresay.load(str(path), drafter="mtp", dtype="fp32")
-    drafter = _Kept(found.resources.mtp(), VOCAB)
-    drafter.drafts = []
+    drafts: list[list[list[int]]] = []
+    head = HeadDrafter(found.resources.mtp(), VOCAB)
+    drafter = watched(head, lambda _, proposal: drafts.append(proposal.token_ids.tolist()))
     _, _, engine = run(found.target.model, PROMPTS, PARAMS, drafter=drafter, gamma=3)
-    assert engine.draft_failures == 0, drafter.last_error  # type: ignore[attr-defined]
-    assert len(drafter.drafts) >= 7 and all(len(rows[0]) == 3 for rows in drafter.drafts[:3])
-    return drafter.drafts
+    assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
+    assert len(drafts) >= 7 and all(len(rows[0]) == 3 for rows in drafts[:3])
+    return drafts
 
 
 COPIES = dict.fromkeys(("embed_tokens.weight", "shared_head.head.weight"), torch.zeros(VOCAB, 64))

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from foresay.decoding.protocols import ModelInput
 from foresay.models.cpu.product import NativeProduct
 from foresay.models.gguf import blocks, packed
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model
-from helpers import tiny
+from helpers import passes, tiny
 from helpers.families import make
 from helpers.gguf_files import write_gguf
 from helpers.refusals import refused
@@ -55,10 +54,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def scores(path: Path) -> torch.Tensor:
-    model, ids = load_model(path).model, torch.arange(5, 25)[None]
-    cache: Any = model.new_cache()
-    cache.add_rows(1)
-    return model.forward(ModelInput(ids, [20]), cache).scores().clone()
+    return passes.scores(load_model(path).model, torch.arange(5, 25)[None]).clone()
 
 
 @pytest.fixture

@@ -13,22 +13,19 @@ from foresay.decoding.protocols import ModelInput
 from foresay.errors import UnknownNameError
 from foresay.models.cpu.build import library
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.huggingface.linears import freeze_linears
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model
 from helpers import tiny
 from helpers.families import make
-from helpers.guarantees import READ
+from helpers.guarantees import READ, fused
 from helpers.passes import in_pieces, scores, started
 from helpers.refusals import refused
 
 INT8: dict[str, Any] = {"kv_cache_dtype": "int8"}
 
 
-def compiled(family: str, dtype: torch.dtype, cache_dtype: torch.dtype | None = torch.int8) -> CausalModel:
-    weights = make(family).to(dtype)
-    freeze_linears(weights)
-    model = CausalModel(weights)
+def compiled(family: str, weights: str = "float32", cache_dtype: torch.dtype | None = torch.int8) -> CausalModel:
+    model = fused(make(family), weights)
     model.use_fused(cache_dtype)
     assert model.batch_invariant
     return model
@@ -37,16 +34,16 @@ def compiled(family: str, dtype: torch.dtype, cache_dtype: torch.dtype | None = 
 @pytest.mark.parametrize("family", READ)
 def test_scores_are_close_to_those_of_exact_keys_and_values(family: str) -> None:
     ids = torch.randint(2, 90, (1, 200), generator=torch.Generator().manual_seed(0))
-    exact, rounded = (scores(compiled(family, torch.float32, dtype), ids)[0] for dtype in (None, torch.int8))
+    exact, rounded = (scores(compiled(family, cache_dtype=dtype), ids)[0] for dtype in (None, torch.int8))
     error = float((rounded - exact).square().mean().sqrt() / exact.std())
     assert 0 < error < 0.05
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe"])
-def test_a_token_has_its_bits_in_any_pass(family: str, dtype: torch.dtype) -> None:
+def test_a_token_has_its_bits_in_any_pass(family: str, weights: str) -> None:
     """Alone, in blocks, in a ragged batch, in a tree, and in a row that was truncated, saved and loaded again."""
-    model = compiled(family, dtype)
+    model = compiled(family, weights)
     ids = torch.randint(2, 90, (2, 200), generator=torch.Generator().manual_seed(1))
     wanted = [scores(model, ids[i : i + 1])[0] for i in range(2)]
     assert torch.equal(in_pieces(model, ids[0], (1, 3, 16, 17, 100, 63)), wanted[0])
@@ -108,7 +105,7 @@ def test_what_the_kernels_do_not_run_is_refused(tmp_path: Path, monkeypatch: pyt
 
 
 def test_numbers_that_are_not_finite_stay_in_their_row() -> None:
-    model = compiled("llama", torch.float32)
+    model = compiled("llama")
     ids, found = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]]), []
     for _ in range(2):
         found.append(scores(model, ids))

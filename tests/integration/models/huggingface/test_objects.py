@@ -11,10 +11,12 @@ import torch
 
 import foresay
 from foresay.decoding.sampling_params import SamplingParams
+from foresay.errors import UnsupportedModelError
+from foresay.models.cache.recurrent_cache import RecurrentCache
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.sources.wrapping import wrap
 from helpers.families import FAMILIES, make
-from helpers.passes import scores
+from helpers.passes import scores, started
 from helpers.support import run
 
 PROMPTS = [[5, 9, 17, 5, 9], [7], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]]
@@ -64,9 +66,9 @@ def its_own(model: CausalModel) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "mixtral", "qwen3_5"])
 def test_weights_that_are_trained_on_are_seen(family: str) -> None:
-    """Linear layers, biases, norms, embeddings: none of them is a copy, whether a weight or its `data` is written to."""
+    """Layers, biases, norms, embeddings, experts, states: none is a copy, whether a weight or its `data` is written to."""
     weights = make(family)
     model = wrapped(weights)
     for by_data in (False, True):
@@ -111,6 +113,17 @@ def test_what_changes_more_than_weights_gives_the_model_its_own_code_back(
         scores(model, IDS)
     assert not torch.allclose(before, after, atol=1e-4) and not model.batch_invariant
     assert sum("was changed" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_session_of_a_changed_model_with_states_ends_by_name() -> None:
+    weights = make("qwen3_5")
+    model = wrapped(weights)
+    cache = started(model)
+    scores(model, IDS, cache=cache)
+    hooked(weights)
+    assert isinstance(model.new_cache(), RecurrentCache)
+    with pytest.raises(UnsupportedModelError, match="begin another session"):
+        scores(model, IDS, cache=cache)
 
 
 def test_every_family_can_be_an_object_and_code_of_ones_own_is_kept() -> None:

@@ -1,6 +1,6 @@
-"""Models whose states cannot be truncated give transformers' greedy output, token for token, in float32.
+"""Models whose states cannot be truncated: rewinding, pieces, memory and refusals; on the kernels, further shapes.
 
-Ragged rows join while others decode, and drafts are partly rejected, fully accepted and absent. The controls break the rewinding.
+What they write is compared in test_guarantees.py. The controls break the rewinding.
 """
 
 from __future__ import annotations
@@ -21,11 +21,22 @@ from foresay.models.cache.snapshots import MAX_BACKLOG, Snapshot, Snapshots
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
 from foresay.models.huggingface.recurrent import RecurrentModel
+from foresay.models.huggingface.self_check import fused_difference
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.wrapping import wrap
 from helpers.comparing import NEW, prompts
 from helpers.families import RECURRENT, VOCAB, make
-from helpers.guarantees import assert_greedy, made, on, outputs_of, reference_of, target_of
+from helpers.guarantees import (
+    HYBRIDS,
+    assert_greedy,
+    fused,
+    made,
+    on,
+    outputs_of,
+    reference_of,
+    target_of,
+    without_kernels,
+)
 from helpers.passes import in_pieces, scores, started
 from helpers.support import Never, Sometimes, run
 
@@ -165,3 +176,98 @@ def test_rows_of_a_batch_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert passes_of_a_step() < 1.7
     monkeypatch.setattr(RecurrentCache, "shortened", lambda self, budget, sizes, free: list(budget))
     assert passes_of_a_step() > 2
+
+
+# -- on the kernels ----------------------------------------------------------------------------------------------------
+
+_GROUPS = {"hidden_size": 48, "mamba_expand": 1, "mamba_n_heads": 6, "mamba_n_groups": 3, "mamba_d_state": 5}
+_WIDE = {"hidden_size": 280, "mamba_expand": 1, "mamba_n_heads": 4, "mamba_d_head": 70, "mamba_d_state": 65}
+_SCALES = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.8, "attention_multiplier": 0.3}
+_ODD = {"linear_num_key_heads": 4, "linear_key_head_dim": 5, "linear_value_head_dim": 40, "linear_conv_kernel_dim": 2}
+_FEW = {"linear_num_key_heads": 1, "linear_num_value_heads": 3}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "one key head": ("qwen3_5", _FEW),
+    "equal heads of odd sizes": ("qwen3_5", _ODD),
+    "wide values": ("qwen3_5", {**_FEW, "linear_key_head_dim": 19, "linear_value_head_dim": 70}),
+    "values by key head": ("qwen3_next", {"linear_num_value_heads": 6, "linear_value_head_dim": 33}),
+    "partial rotary positions": ("qwen3_5", {"head_dim": 32}),
+    "attention first": ("qwen3_5", {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2}),
+    "a bias and five taps": ("lfm2", {"conv_bias": True, "conv_L_cache": 5}),
+    "a wide convolution": ("lfm2", {"hidden_size": 544, "conv_L_cache": 2}),
+    "untied": ("lfm2", {"tie_word_embeddings": False}),
+    "Granite without experts": ("granitemoehybrid", {"num_local_experts": 0}),
+    "Granite with groups and odd sizes": ("granitemoehybrid", {**_GROUPS, "mamba_d_conv": 2, "mamba_conv_bias": False}),
+    "Granite with wide heads": ("granitemoehybrid", {**_WIDE, "mamba_n_groups": 2}),
+    "Granite with scales, a bias of its products and positions": (
+        "granitemoehybrid",
+        {**_SCALES, "mamba_n_groups": 2, "mamba_d_conv": 3, "mamba_proj_bias": True, "position_embedding_type": "rope"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_other_shapes(name: str) -> None:
+    family, changes = SHAPES[name]
+    assert fused_difference(fused(make(family, **changes))) < 2e-5
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_hidden_states_are_the_familys(family: str) -> None:
+    """Before each layer and after the last norm, of ragged rows: drafts on hidden states read them."""
+    [cell], tokens = on("kernels", family), torch.randint(2, VOCAB, (2, 9), generator=torch.Generator().manual_seed(4))
+    model = target_of(cell)
+    layers = tuple(range(model.num_layers + 1))
+    found = model.forward(ModelInput(tokens, (9, 4), hidden_layers=layers), started(model, 2)).hidden
+    reference = make(family)  # which gets hooks
+    with torch.inference_mode():
+        wanted = reference(tokens, output_hidden_states=True, use_cache=False).hidden_states
+    for layer in layers:
+        for row, count in enumerate((9, 4)):
+            torch.testing.assert_close(found[layer][row, :count], wanted[layer][row, :count], atol=1e-4, rtol=1e-4)
+
+
+def test_keys_and_values_in_8_bits() -> None:
+    options = LoadOptions(kv_cache_dtype="int8")
+    model = wrap("qwen3_5", make("qwen3_5"), None, optimise=True, options=options).model
+    assert isinstance(model, RecurrentModel)
+    params = SamplingParams(max_new_tokens=12)
+    alone, _, _ = run(model, prompts(), params)
+    assert run(model, prompts(), params, drafter=Sometimes(alone, VOCAB), gamma=5)[0] == alone
+    ours, exact = (scores(one, torch.arange(2, 60)[None]) for one in (model, target_of(*on("kernels", "qwen3_5"))))
+    assert 0 < float((ours - exact).abs().max()) < 0.1
+
+
+def test_capabilities_and_memory() -> None:
+    for cell in on("kernels", *HYBRIDS):
+        model = target_of(cell)
+        own = model.capabilities
+        assert own.prefill_in_any_pieces and own.prefill_together and own.ragged and not own.trees
+        cache = started(model, 2)
+        tokens = torch.randint(2, VOCAB, (2, 50), generator=torch.Generator().manual_seed(1))
+        for start in range(0, 50, 10):
+            model.forward(ModelInput(tokens[:, start : start + 10], (10, 10), logits=Logits.NONE), cache)
+        assert cache.nbytes <= model.cache_bytes([50, 50]) <= 1.5 * cache.nbytes
+        cache.rearrange([(1, 0)], 1)
+        assert cache.lengths == [50] and cache.nbytes <= model.cache_bytes([50])
+
+
+def test_without_kernels_the_familys_own_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_kernels(monkeypatch)
+    loaded = wrap("lfm2", make("lfm2"), None, optimise=True, options=LoadOptions())
+    assert isinstance(loaded.model, RecurrentModel)
+    assert loaded.model.fused is None and isinstance(loaded.model.new_cache(), RecurrentCache)
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_experts_with_a_correction(normalized: bool) -> None:
+    """LFM2's are selected by sigmoids and a bias. Control: without the bias others are."""
+    weights = make("lfm2_moe", norm_topk_prob=normalized, routed_scaling_factor=1.5, num_dense_layers=1)
+    for layer in weights.model.layers[1:]:
+        layer.feed_forward.expert_bias.copy_(torch.linspace(2, -2, 4))
+    model = fused(weights)
+    tokens = torch.arange(2, 40)[None]
+    found = scores(model, tokens)
+    for layer in weights.model.layers[1:]:
+        layer.feed_forward.expert_bias.zero_()
+    with torch.inference_mode():
+        assert float((found - model.uncached(tokens)).abs().max()) > 0.1

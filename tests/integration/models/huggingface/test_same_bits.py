@@ -17,9 +17,7 @@ from foresay.models.huggingface import attention
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
 from foresay.models.sources.wrapping import LoadedModel
-from helpers.chat_prompts import PROMPTS
 from helpers.passes import started
-from helpers.support import PromptLookup, run
 
 
 @pytest.fixture(scope="module")
@@ -165,15 +163,3 @@ def test_a_kernel_whose_sums_depend_on_the_pass_gets_the_same_ones(monkeypatch: 
     monkeypatch.setattr(attention, "spans", lambda width: [(0, width)])
     plain = _attended(1)
     assert not any(torch.equal(_attended(columns), plain) for columns in (5, 9, 11, 33))
-
-
-@pytest.mark.slow
-def test_bf16_output_does_not_depend_on_speculation_or_batch(smollm2_bf16: LoadedModel) -> None:
-    template = smollm2_bf16.tokenizer.apply_chat_template
-    chats = [[{"role": "user", "content": text}] for text in PROMPTS[5:7]]
-    prompts = [template(chat, add_generation_prompt=True, return_dict=True)["input_ids"] for chat in chats]
-    params = SamplingParams(max_new_tokens=12)
-    plain = [run(smollm2_bf16.model, [p], params, gamma=0, eos=frozenset([2]))[0][0] for p in prompts]
-    options: dict[str, Any] = {"drafter": PromptLookup(), "gamma": 8, "eos": frozenset([2])}
-    ours, steps, _ = run(smollm2_bf16.model, prompts, params, **options)
-    assert ours == plain and sum(s.num_accepted for s in steps) > 3

@@ -28,7 +28,7 @@ from foresay.models.sources.wrapping import wrap
 from helpers.comparing import assert_same
 from helpers.families import PROBED_SEQ2SEQ, SEQ2SEQ, VOCAB, make, make_seq2seq
 from helpers.seq2seq import NEW, greedy, reference_of, some_sources, starts_of, target_of
-from helpers.support import ModelDrafter, PromptLookup, Sometimes, run
+from helpers.support import PromptLookup, Sometimes, run
 
 FAMILY = pytest.mark.parametrize("family", SEQ2SEQ)
 
@@ -92,26 +92,6 @@ def test_output_past_the_first_slots(family: str) -> None:
     model, source, target = reference_of(family)[0], some_sources()[1], target_of(family)
     ours, _, _ = run(target, starts_of(target, 1), SamplingParams(max_new_tokens=132), gamma=0, sources=[source])
     assert_same(model, [target.decoder_start_token_id], ours[0], greedy(model, source, 132), source)
-
-
-@pytest.mark.parametrize("family", ["t5_gated", "marian"])
-def test_a_row_of_a_ragged_batch_equals_the_request_alone(family: str) -> None:
-    """Sources up to beyond the first span of slots; sampled with seeds and greedy."""
-    sources = some_sources((3, 150, 1, 40))
-    target, draft = target_of(family), Seq2SeqModel(make_seq2seq(family))
-    with torch.no_grad():
-        for weight in draft.model.parameters():
-            weight += 0.1 * weight.abs().mean() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2))
-    params = [SamplingParams(max_new_tokens=20, temperature=0.8 * (i % 3 > 0), top_p=0.95, seed=i) for i in range(4)]
-    starts = starts_of(target, 4)
-    alone = [
-        run(target, [start], one, drafter=ModelDrafter(draft, VOCAB), sources=[source])[0][0]
-        for start, one, source in zip(starts, params, sources, strict=True)
-    ]
-    drafter = ModelDrafter(draft, VOCAB)
-    together, steps, engine = run(target, starts, params, drafter=drafter, sources=sources, join_later=2)
-    assert together == alone and engine.draft_failures == 0
-    assert any(0 < s.num_accepted < s.num_drafted for s in steps)
 
 
 def admitted(model: Seq2SeqModel, sources: Sequence[Sequence[int]]) -> SlotCache:

@@ -1,22 +1,28 @@
-"""Every kind of drafter for encoder-decoder targets: greedy output as without a draft, sampled output reproducible."""
+"""Drafters and requests for encoder-decoders: greedy output as without a draft, and what a generation config requests."""
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import foresay
 from foresay.decoding.protocols import Drafter
-from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, MaxGram, Memory, ModelDrafter, NgramStoreDrafter, SelfDrafter, SuffixDrafter
 from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
-from foresay.lengths import ConfidenceLength, ConstantLength
+from foresay.errors import ContextLengthError, PromptError
+from foresay.lengths import ConfidenceLength
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_decoder_layers
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
+from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.loading import load_model
+from helpers import tiny
 from helpers.families import SEQ2SEQ, VOCAB, make, make_seq2seq
 from helpers.refusals import refused
 from helpers.seq2seq import greedy, reference_of, some_sources, starts_of, target_of
@@ -136,32 +142,134 @@ def test_how_many_first_layers() -> None:
                 first_decoder_layers(target, count)
 
 
-@pytest.mark.parametrize("drafter", ["cascade of three", "mixed cascade", "other tokens"])
-def test_a_sampled_row_is_the_same_alone_and_in_a_batch(drafter: str) -> None:
-    target = target_of("t5")
-    params = [SamplingParams(max_new_tokens=12, temperature=0.9, seed=seed) for seed in range(4)]
+@pytest.mark.parametrize(
+    ("drafter", "family"),
+    [
+        *((one, "t5") for one in ("cascade of three", "mixed cascade", "other tokens")),
+        *(("smaller", one) for one in ("t5_gated", "marian")),
+    ],
+)
+def test_a_row_is_the_same_alone_and_in_a_batch(drafter: str, family: str) -> None:
+    """Greedy and sampled with seeds; sources up to beyond the first span of slots."""
+    target = target_of(family)
+    params = [SamplingParams(max_new_tokens=12, temperature=0.9 * (seed % 3 > 0), seed=seed) for seed in range(4)]
 
     def outputs(size: int) -> list[list[int]]:
-        options: dict[str, Any] = {"policy": ConfidenceLength(0.2, high=6), "sources": some_sources()[:4]}
-        options |= {"drafter": DRAFTERS[drafter]("t5"), "max_batch_size": size}
-        out, _, engine = run(target, starts_of(target, 4), params, **options)
+        options: dict[str, Any] = {"policy": ConfidenceLength(0.2, high=6), "sources": some_sources((3, 150, 1, 40))}
+        options |= {"drafter": DRAFTERS[drafter](family), "max_batch_size": size, "join_later": 2 * (size > 1)}
+        out, steps, engine = run(target, starts_of(target, 4), params, **options)
         assert engine.draft_failures == 0
+        assert drafter != "smaller" or any(0 < step.num_accepted < step.num_drafted for step in steps)
         return out
 
     assert outputs(1) == outputs(4)
-
-
-def test_a_copy_may_come_from_the_source() -> None:
-    """A drafter without weights copies what the encoder read."""
-    drafter = MaxGram()
-    row = Row(0, [0], SamplingParams(), limit=40, source=[5, 6, 7, 8, 9])
-    row.extend([6, 7])
-    drafter.admit(Rows([row]), 0)
-    proposal = drafter.propose(Rows([row]), [3], ConstantLength(3))
-    assert proposal.token_ids.tolist() == [[8, 9]]
 
 
 def test_an_encoder_decoder_below_a_decoder_only_reviewer_is_refused() -> None:
     with refused("k[1][1]", 2):
         Cascade([decoder_only(), other("t5")], [[3, 0], [0, 2]])
     Cascade([decoder_only(), other("t5")], [[3, 2], [0, 0]])  # one after another they are fine
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "forced_bos": {"forced_bos_token_id": 40},
+    "forced_eos": {"forced_eos_token_id": 1},
+    "a banned word": {"bad_words_ids": [["first"], [1]]},
+    "least new tokens after a forced one": {"forced_bos_token_id": 40, "min_new_tokens": 12},
+    "a decay": {"forced_bos_token_id": 40, "exponential_decay_length_penalty": (4, 2.0)},
+    "a bias": {"sequence_bias": [[[7], 5.0], [[9, 11], -5.0]], "repetition_penalty": 1.3},
+    "suppressed at the beginning": {"begin_suppress_tokens": ["first", 9]},
+    "all together": {
+        "forced_bos_token_id": 40,
+        "forced_eos_token_id": 1,
+        "bad_words_ids": [[7], [9, 11]],
+        "suppress_tokens": [13, 17],
+        "no_repeat_ngram_size": 2,
+        "min_length": 12,
+        "repetition_penalty": 1.3,
+    },
+}
+
+
+@functools.cache
+def plain_of(family: str) -> list[list[int]]:
+    return [greedy(reference_of(family)[0], source, 30, eos_token_id=1) for source in some_sources()[:3]]
+
+
+CASES = [(("t5", "bart")[i % 2], name) for i, name in enumerate(SETTINGS)]
+CASES += [(family, name) for family, name in (("bart", "forced_bos"), ("t5", "all together"))]
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_what_a_generation_config_asks_is_honoured(family: str, name: str) -> None:
+    settings = SETTINGS[name]
+    weights = copy.deepcopy(reference_of(family)[0])
+    sources, plain = some_sources()[:3], plain_of(family)
+    if settings.get("bad_words_ids") == [["first"], [1]]:
+        settings = {"bad_words_ids": [[plain[0][0]], [1]]}
+    if "begin_suppress_tokens" in settings:
+        settings = {"begin_suppress_tokens": [plain[0][0], 9]}
+    weights.generation_config.update(**settings)
+    wanted = [greedy(weights, source, 30, eos_token_id=1) for source in sources]
+    assert wanted != plain, "settings that change nothing prove nothing"
+    generator = foresay.load(weights, drafter="prompt_lookup", min_ngram=1, num_draft_tokens=5)
+    forced = [settings["forced_bos_token_id"]] if "forced_bos_token_id" in settings else []
+    ours = generator.generate(sources, max_new_tokens=30 - len(forced))
+    assert [[*forced, *one.token_ids] for one in ours] == wanted
+    assert [one.prompt_token_ids for one in ours] == sources
+    assert sum(one.stats.num_accepted for one in ours) > 0 or "no_repeat_ngram_size" in settings
+
+
+def test_what_is_refused() -> None:
+    weights = make_seq2seq("bart")
+    weights.generation_config.encoder_no_repeat_ngram_size = 3
+    with refused("encoder_no_repeat_ngram_size", 3):
+        foresay.load(weights).generate(some_sources()[0])
+    generator = foresay.load(make_seq2seq("bart"), drafter="none")
+    with pytest.raises(ContextLengthError, match="the source has 257 tokens; the encoder reads 256 at most"):
+        generator.generate([5] * 257)
+    with pytest.raises(PromptError, match="a source token id is not in the vocabulary"):
+        generator.generate([VOCAB])
+    with pytest.raises(PromptError, match="needs a source"):
+        generator.engine().submit([1], SamplingParams())
+
+
+def test_a_draft_whose_encoder_reads_less_than_the_source() -> None:
+    """It drafts from the beginning of the source; without a source it fails as drafters may."""
+    target, params = target_of("bart"), SamplingParams(max_new_tokens=12)
+    draft = Seq2SeqModel(make_seq2seq("bart", max_position_embeddings=64))
+    source = some_sources((100,))[0]
+    plain = run(target, starts_of(target, 1), params, sources=[source])[0]
+    ours, steps, engine = run(
+        target, starts_of(target, 1), params, drafter=ModelDrafter(draft, VOCAB), sources=[source]
+    )
+    assert ours == plain
+    assert engine.draft_failures == 0
+    assert any(s.num_drafted for s in steps)
+    causal = CausalModel(make("llama"))
+    wanted = run(causal, [[5, 6]], params)[0]
+    ours, _, engine = run(causal, [[5, 6]], params, drafter=ModelDrafter(draft, VOCAB))
+    assert ours == wanted
+    assert engine.drafter is not None
+    assert "needs a source" in str(engine.drafter.last_error)
+
+
+def test_a_folder_from_a_text_to_a_text(tmp_path: Path, shell: tiny.Shell) -> None:
+    names = tiny.tokenizer()
+    weights = make_seq2seq("t5", vocab_size=len(names), eos_token_id=0)
+    folder = tiny.save(tmp_path / "t5", weights)
+    loaded = load_model(folder, LoadOptions(dtype="fp32"))
+    assert isinstance(loaded.model, Seq2SeqModel)
+    generator = foresay.load(loaded)
+    out = generator.generate("hello there", max_new_tokens=20)
+    source = names("hello there").input_ids
+    assert out.prompt_token_ids == source
+    assert out.token_ids == greedy(weights, source, 20, eos_token_id=0)
+    chunks = list(generator.stream("hello there", max_new_tokens=20))
+    assert "".join(chunk.text for chunk in chunks) == out.text
+    with pytest.raises(PromptError, match="no chat template"):
+        generator.generate([{"role": "user", "content": "hello"}])
+    shown = shell.out("info", str(folder), "--dtype", "fp32")
+    assert "family: t5 (T5ForConditionalGeneration), tested" in shown and "context: unlimited" in shown

@@ -34,12 +34,6 @@ ALIAS = "smollm2-135m"
 FP32 = LoadOptions(dtype="fp32")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that no test changes."""
-    return tiny.save(tmp_path_factory.mktemp("loading") / "tiny")
-
-
 def _one_line(error: BaseException) -> str:
     assert "\n" not in str(error)
     return str(error)

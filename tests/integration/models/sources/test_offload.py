@@ -55,10 +55,7 @@ def test_the_tokens_of_transformers(family: str, share: float, tmp_path: Path) -
             trimmed_head(model, [1, 2, 3])
 
 
-def test_on_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shell, folder = tiny.Shell(monkeypatch, capsys), tiny.save(tmp_path / "m")
+def test_on_the_command_line(tmp_path: Path, folder: Path, shell: tiny.Shell) -> None:
     command = ["generate", "hello hello", "--model", str(folder), "--dtype", "fp32", "-n", "8", "--json"]
     spread = ["--device-map", "auto", "--max-memory", "cpu=60KB", "--offload-folder", str(tmp_path / "off")]
     code, out, _ = shell(*command, *spread)

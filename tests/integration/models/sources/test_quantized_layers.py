@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,16 @@ import torch
 from huggingface_hub import constants
 from transformers import PreTrainedModel
 
-from foresay.decoding.protocols import ModelInput
-from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ModelLoadError
 from foresay.models.cpu.product import NativeProduct
 from foresay.models.huggingface.frozen import FrozenExperts, FrozenLinear, JointLinear
 from foresay.models.sources import quantized_forms
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model, load_weights
-from helpers import mxfp4 as experts
 from helpers import tiny
-from helpers.comparing import NEW, assert_same, plain, prompts
+from helpers.passes import scores
 from helpers.quantized import CASES, EXPANDED, VOCAB, Change, folder_of
-from helpers.support import Sometimes, run
 
-PARAMS = SamplingParams(max_new_tokens=NEW)
 IDS = torch.arange(40)[None] % VOCAB
 
 
@@ -38,17 +32,11 @@ def in_float32(path: Path) -> Any:
     return loaded
 
 
-def scores(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
-    cache = model.new_cache()
-    cache.add_rows(1)
-    return model.forward(ModelInput(ids, [ids.shape[1]]), cache).scores().float()
-
-
 @torch.inference_mode()
 def difference(path: Path, reference: PreTrainedModel) -> float:
     """Between the kernels' scores and those of the numbers, as a share of the largest."""
     expected = reference(IDS).logits
-    return float((scores(in_float32(path)) - expected).abs().max() / expected.abs().max())
+    return float((scores(in_float32(path), IDS) - expected).abs().max() / expected.abs().max())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -72,7 +60,7 @@ def test_layers_stay_as_they_are_stored(case: str, tmp_path: Path) -> None:
 
 def test_experts_stay_in_their_blocks(tmp_path: Path) -> None:
     """Each number is the stored one; no layer is expanded."""
-    path, reference = experts.folder_of(tmp_path / "tiny", layers=1)
+    path, reference = folder_of(tmp_path / "tiny", "MXFP4", layers=1)
     loaded: Any = load_model(path)
     assert loaded.precision == "bfloat16, MXFP4 weights" and loaded.model.fused.is_native
     own, dense = loaded.model.model.model.layers[0].mlp.experts, reference.model.layers[0].mlp.experts
@@ -84,34 +72,6 @@ def test_experts_stay_in_their_blocks(tmp_path: Path) -> None:
         assert torch.equal(down.product.dense().float(), dense.down_proj[i].T)
         assert torch.equal(gate_up.bias.float(), dense.gate_up_proj_bias[i].view(-1, 2).T.flatten())
     assert all(one.dim() < 3 for one in loaded.model.model.parameters())
-
-
-OF: dict[str, Callable[[Path], tuple[Path, PreTrainedModel]]] = {
-    "MXFP4": experts.folder_of, **{case: partial(folder_of, case=case) for case in ("GPTQ", "AWQ")},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", ["GPTQ", "MXFP4"])
-def test_texts_are_those_of_the_dequantized_model(case: str, tmp_path: Path) -> None:
-    """In float32, with rejected and with accepted drafts."""
-    path, reference = OF[case](tmp_path / "tiny")
-    wanted = [plain(reference, prompt) for prompt in prompts()]
-    assert len({token for output in wanted for token in output}) > 5, "a model that repeats itself proves little"
-    drafter = Sometimes(wanted, VOCAB)
-    ours, steps, engine = run(in_float32(path), prompts(), PARAMS, drafter=drafter, gamma=4, join_later=3)
-    assert engine.draft_failures == 0
-    assert {True, False} == {step.num_accepted == step.num_drafted for step in steps if step.num_drafted == 4}
-    for prompt, one, theirs in zip(prompts(), ours, wanted, strict=True):
-        assert_same(reference, prompt, one, theirs)
-
-
-@pytest.mark.parametrize("case", ["AWQ", "MXFP4"])
-def test_any_draft_and_any_batch_write_the_same(case: str, tmp_path: Path) -> None:
-    model = load_model(OF[case](tmp_path / "tiny")[0]).model
-    alone = [run(model, [prompt], PARAMS, gamma=0)[0][0] for prompt in prompts()]
-    for gamma, batch in ((1, 6), (4, 3)):
-        drafter = Sometimes(alone, VOCAB)
-        assert run(model, prompts(), PARAMS, drafter=drafter, gamma=gamma, max_batch_size=batch)[0] == alone
 
 
 def test_scores_of_experts_are_those_of_the_numbers(tmp_path: Path) -> None:
@@ -126,9 +86,9 @@ def test_scores_of_experts_are_those_of_the_numbers(tmp_path: Path) -> None:
         for name in (name for name in weights if "gate_up_proj_" in name and weights[name].dtype == torch.uint8):
             weights[name] = torch.cat([weights[name][:, ::2], weights[name][:, 1::2]], 1)
 
-    assert difference(*experts.folder_of(tmp_path / "tiny")) < 1e-4
-    assert difference(*experts.folder_of(tmp_path / "halves", halves)) > 1e-2
-    assert difference(*experts.folder_of(tmp_path / "gates", gates_first)) > 1e-2
+    assert difference(*folder_of(tmp_path / "tiny", "MXFP4")) < 1e-4
+    assert difference(*folder_of(tmp_path / "halves", "MXFP4", halves)) > 1e-2
+    assert difference(*folder_of(tmp_path / "gates", "MXFP4", gates_first)) > 1e-2
 
 
 def test_another_order_of_bits_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,30 +100,28 @@ def test_another_order_of_bits_is_found(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_other_formats_are_made_of_the_numbers(tmp_path: Path) -> None:
-    path, reference = experts.folder_of(tmp_path / "tiny")
+    path, reference = folder_of(tmp_path / "tiny", "MXFP4")
     with torch.inference_mode():
         wanted = reference(IDS).logits
     for options, most in ((LoadOptions(dtype="fp32"), 1e-4), (LoadOptions(weights="int8"), 0.2)):
         loaded = load_model(path, options)
         assert loaded.weights == ("int8" if options.bits else "")
-        error = (scores(loaded.model) - wanted).square().mean(-1).sqrt().median() / wanted.std()
+        error = (scores(loaded.model, IDS).float() - wanted).square().mean(-1).sqrt().median() / wanted.std()
         assert float(error) < most, "the median, as rounding may select other experts"
 
 
 @pytest.mark.parametrize("case", ["AWQ", "MXFP4"])
 def test_weights_that_are_trained_on_are_numbers(case: str, tmp_path: Path) -> None:
-    path, reference = OF[case](tmp_path / "tiny")
+    path, reference = folder_of(tmp_path / "tiny", case)
     dense, _ = load_weights(path, LoadOptions(dtype="fp32"))
     for name, weight in reference.state_dict().items():
         torch.testing.assert_close(dense.state_dict()[name], weight)
     assert all(one.requires_grad for one in dense.parameters())
 
 
-def test_info_names_the_format(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, _ = experts.folder_of(tmp_path / "tiny", layers=1)
-    code, out, _ = tiny.Shell(monkeypatch, capsys)("info", str(path))
+def test_info_names_the_format(tmp_path: Path, shell: tiny.Shell) -> None:
+    path, _ = folder_of(tmp_path / "tiny", "MXFP4", layers=1)
+    code, out, _ = shell("info", str(path))
     assert code == 0 and "experts in MXFP4 as stored" in out
     assert "fused layers, kernels compiled for this machine" in out and "same bits: yes" in out
 
@@ -193,7 +151,7 @@ def test_layers_that_no_kernel_reads_become_numbers(
     rounds = (CASES | EXPANDED)[case][2]["quant_method"] in ("fp8", "modelopt")
     assert ("how inputs of layers are rounded" in caplog.text) == rounds
     assert case != "FP8" or load_model(path).precision == "bfloat16"
-    torch.testing.assert_close(scores(loaded.model), reference(IDS).logits, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(scores(loaded.model, IDS), reference(IDS).logits, rtol=1e-3, atol=1e-3)
 
 
 def change_of(part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
@@ -246,8 +204,7 @@ WRONG: dict[str, tuple[str, Change, str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_tensors_that_do_not_fit_are_refused(case: str, tmp_path: Path) -> None:
     kind, change, message = WRONG[case]
-    make = experts.folder_of if kind == "MXFP4" else partial(folder_of, case=kind)
-    path, _ = make(tmp_path / "tiny", change=change, layers=1)
+    path, _ = folder_of(tmp_path / "tiny", kind, change, layers=1)
     with pytest.raises(ModelLoadError, match=message) as caught:
         load_model(path)
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)

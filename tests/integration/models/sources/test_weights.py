@@ -27,11 +27,6 @@ PROMPTS = ["hello", "hello again, hello", "you and the others", "one"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("weights") / "target")
-
-
-@pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(tmp_path_factory.mktemp("weights") / "draft", tiny.llama(1))
 
@@ -136,44 +131,41 @@ def test_bf16_weights_are_bf16_whatever_the_processor_likes(
     assert [one.dtype for one in drafted.resources.models.values()] == ["bfloat16"]  # type: ignore[union-attr]
 
 
+QUANTIZED = {"quantization_config": {"quant_method": "bitsandbytes"}}
+
+
 @pytest.mark.parametrize(
-    ("family", "options", "kernels", "wanted"),
+    ("family", "changes", "options", "kernels", "wanted"),
     [
-        ("llama", {}, True, "bfloat16"),
-        ("llama", {}, False, "float32"),
-        ("gpt2", {}, True, "float32"),
-        ("llama", {"dtype": "fp32"}, True, "float32"),
-        ("llama", {"device_map": "auto"}, True, "float32"),
+        ("llama", {}, {}, True, "bfloat16"),
+        ("llama", {}, {}, False, "float32"),
+        ("gpt2", {}, {}, True, "float32"),
+        ("llama", {"hidden_act": "relu"}, {}, True, "float32"),
+        ("llama", QUANTIZED, {}, True, "float32"),
+        ("llama", {}, {"dtype": "fp32"}, True, "float32"),
+        ("llama", {}, {"device_map": "auto"}, True, "float32"),
     ],
 )
 def test_auto_is_bf16_where_kernels_of_ours_make_whole_passes(
-    family: str, options: dict[str, Any], kernels: bool, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    changes: dict[str, Any],
+    options: dict[str, Any],
+    kernels: bool,
+    wanted: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a processor that does not compute in it; a model that is trained keeps its float32."""
-    tiny.save(tmp_path, make(family, 0))
+    """On a processor that does not compute in it, with or without the hub; a model that is trained keeps its float32."""
+    edit(tiny.save(tmp_path, make(family, 0)), lambda values: values.update(changes))
     monkeypatch.setattr(Hardware, "native_dtype", torch.float32)
     monkeypatch.setattr(Hardware, "cpu_kernels", kernels)
-    where = {} if "device_map" in options else {"device": "cpu"}
-    assert loading.load_model(tmp_path, LoadOptions(**where, **options)).dtype == wanted
-    assert loading.load_weights(tmp_path, LoadOptions(device="cpu"))[0].dtype == torch.float32
-
-
-@pytest.mark.parametrize("changes", [{"hidden_act": "relu"}, {"quantization_config": {"quant_method": "bitsandbytes"}}])
-def test_auto_stays_float32_where_the_family_s_own_code_runs(
-    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A Llama by name whose layers are not ones that the kernels take; the control is the one above."""
-    folder = tiny.save(tmp_path, make("llama", 0))
-    written = (folder / "config.json").read_text()
-    edit(folder, lambda values: values.update(changes))
-    monkeypatch.setattr(Hardware, "native_dtype", torch.float32)
-    monkeypatch.setattr(Hardware, "cpu_kernels", True)
-    options = LoadOptions(device="cpu")
-    location = locate(folder, options)
-    assert describe(location, options).dtype == torch.float32
-    unreached = dataclasses.replace(location, only_cached=True)  # without the hub the same dtype is chosen
-    (folder / "config.json").write_text(written)
-    assert describe(unreached, options).dtype == torch.bfloat16
+    own = LoadOptions(**({} if "device_map" in options else {"device": "cpu"}), **options)
+    location = locate(tmp_path, own)
+    for one in (location, dataclasses.replace(location, only_cached=True)):
+        assert describe(one, own).dtype == getattr(torch, wanted)
+    if changes is not QUANTIZED:
+        assert loading.load_model(tmp_path, own).dtype == wanted
+        assert loading.load_weights(tmp_path, LoadOptions(device="cpu"))[0].dtype == torch.float32
 
 
 def test_settings_keep_the_format(folder: Path, tmp_path: Path) -> None:

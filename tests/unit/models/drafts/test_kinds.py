@@ -65,6 +65,7 @@ AT_TOP = {"mask_token_id": 98, "target_layer_ids": [1, 2]}
 SPECULATORS = {"mask_token_id": 98, "aux_hidden_state_layer_ids": [1, 2], "transformer_layer_config": COMMON}
 MARKOV, VANILLA = {"markov_rank": 4, "enable_confidence_head": True}, PathShape("vanilla", 4)
 MARKOV_AT_TOP = {**MARKOV, "markov_head_type": "vanilla", "confidence_head_with_markov": True}
+VERIFIER = {"speculators_config": {"verifier": {"name_or_path": "org/t", "architectures": ["X"]}}}
 SPECFORGE = {**AT_TOP, "projector_type": "dspark", "markov_rank": 4, "dflash_query_causal": True, "swa_window_size": 64}
 PUBLISHED: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
     "z-lab's DFlash": (
@@ -94,8 +95,9 @@ PUBLISHED: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
     ),
     "speculators' DSpark": (
         "DSparkDraftModel",
-        {"speculators_model_type": "dspark", "block_size": 8, "markov_rank": 4, **SPECULATORS},
-        {"from_anchor": True, "num_draft_tokens": 8, "path": VANILLA},
+        {"speculators_model_type": "dspark", "block_size": 8, **MARKOV_AT_TOP, **SPECULATORS, **VERIFIER},
+        {"from_anchor": True, "num_draft_tokens": 8, "path": VANILLA, "hidden_layers": (1, 2), "mask_token_id": 98}
+        | {"has_confidence": True, "confidence_reads_markov": True, "target": "org/t", "target_architectures": ("X",)},
     ),
 }
 

@@ -36,6 +36,7 @@ from foresay.models.sources.load_options import LoadOptions
 from foresay.server.metrics import Metrics
 from helpers.families import make, whole_product
 from helpers.paged import PAGE, few_programs
+from helpers.passes import scores, started
 from helpers.refusals import refused
 from helpers.support import Sometimes, run
 
@@ -180,8 +181,7 @@ def test_prompts_have_the_bits_of_steps_on_request(model: CausalModel) -> None:
     ids = torch.randint(0, VOCAB, (2, PAGE + 9), generator=torch.Generator().manual_seed(0))
 
     def read(pieces: list[int], rows: int) -> torch.Tensor:
-        cache, at = model.new_cache(), 0
-        cache.add_rows(2)
+        cache, at = started(model, 2), 0
         for count in pieces:
             logits = Logits.LAST if at + count == ids.shape[1] else Logits.NONE
             one = ModelInput(ids[:rows, at : at + count], [count] * rows, logits=logits, is_prompt=True)
@@ -217,9 +217,7 @@ def test_a_library_multiplies_no_quantized_weights(model: CausalModel, monkeypat
 
 def test_passes_keep_no_gradients(model: CausalModel) -> None:
     """The target's states are inputs of a draft that is trained, and the next pass overwrites what they were computed from."""
-    cache = model.new_cache()
-    cache.add_rows(1)
-    out = model.forward(ModelInput(torch.tensor([[1, 2]]), [2], hidden_layers=(0, 1)), cache)
+    out = model.forward(ModelInput(torch.tensor([[1, 2]]), [2], hidden_layers=(0, 1)), started(model))
     assert not any(one.requires_grad for one in (out.scores(), *out.hidden.values()))
 
 
@@ -237,18 +235,16 @@ def test_passes_of_several_threads_follow_each_other(
         with suppress(BrokenBarrierError):
             barrier.wait(timeout=1)
 
-    def scores(ids: list[int]) -> torch.Tensor:
-        cache = model.new_cache()
-        cache.add_rows(1)
-        return model.forward(ModelInput(torch.tensor([ids]), [1]), cache).scores()[0, 0]
+    def scored(ids: list[int]) -> torch.Tensor:
+        return scores(model, torch.tensor([ids]))[0, 0]
 
-    scores([1])  # captured
+    scored([1])  # captured
     monkeypatch.setattr(Buffers, "fill", wait)
     if not locks:
         monkeypatch.setattr(model.paged.pool, "lock", nullcontext())
     try:
         with ThreadPoolExecutor(2) as threads:
-            found = list(threads.map(scores, tokens))
+            found = list(threads.map(scored, tokens))
     except InterpreterError:  # it is not for two threads
         found = [torch.zeros(VOCAB)] * 2
     same = [torch.allclose(one, other, atol=1e-4) for one, other in zip(found, wanted, strict=True)]
@@ -289,8 +285,7 @@ def test_the_memory_of_pages_is_limited(model: CausalModel, monkeypatch: pytest.
 def test_a_changed_model_goes_on_with_its_family_s_own_code(model: CausalModel) -> None:
     """And frees the pool; a session over pages ends by name."""
     model.watch_for_changes()
-    cache = model.new_cache()
-    cache.add_rows(1)
+    cache = started(model)
     one = ModelInput(torch.tensor([[1]]), [1])
     model.forward(one, cache)
     model.model.model.norm.register_forward_hook(lambda *_: None)

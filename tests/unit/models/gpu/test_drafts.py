@@ -21,13 +21,12 @@ from foresay.drafters.tree import Grower
 from foresay.lengths.constant import ConstantLength
 from foresay.models.drafts import mtp
 from foresay.models.drafts.mtp import MtpHead
-from foresay.models.gpu import attention, chains, flat, layers, trees
+from foresay.models.gpu import chains, flat, layers, trees
 from foresay.models.huggingface import linears
 from foresay.models.huggingface.causal import CausalModel
 from helpers.drafting_on_pages import BLOCKS, PROMPTS, SAMPLED, VOCAB, Recorded, drafter_of, drafts, made, on_pages
 from helpers.families import make, whole_product
 from helpers.paged import few_programs
-from helpers.refusals import refused
 from helpers.support import run
 
 GREEDY: list[dict[str, Any]] = [{}] * 3
@@ -85,7 +84,8 @@ def same(found: Proposal, expected: Proposal) -> bool:
             return False
         if bool(drawn[0].any()) and found.distributions is not None and expected.distributions is not None:
             one, other = found.distributions[index[0][drawn[0]]], expected.distributions[index[1][drawn[1]]]
-            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+            if not torch.allclose(one, other, rtol=1e-3, atol=1e-5):
+                return False
     return True
 
 
@@ -109,8 +109,10 @@ def compare(
         patch.setattr(DraftChain, "add", None)
         if kind not in BLOCKS:  # whose trees grow from the scores of one pass
             patch.setattr(Grower, "grow", None)
-        found = drafts(drafter, target, settings, new, enough)
-    assert found[0] == expected[0] and all(map(same, found[1], expected[1])) and len(found[1]) == len(expected[1])
+        found = drafts(
+            drafter, target, settings, new, enough, lambda i, one: i < len(expected[1]) and same(one, expected[1][i])
+        )
+    assert found[0] == expected[0] and len(found[1]) == len(expected[1])
     return found[1], drafter, target
 
 
@@ -238,7 +240,7 @@ def _norms_of_nothing(patch: pytest.MonkeyPatch) -> None:
 def test_a_broken_draft_is_found(breaks: Any, kind: str, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Controls."""
     breaks(monkeypatch)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
         compare(kind, GREEDY[:2] if nodes else SAMPLED, monkeypatch, nodes, enough=1)
 
 
@@ -298,5 +300,3 @@ def test_passes_of_trees_have_the_masks_of_their_paths() -> None:
             expected = sum(1 << (one - trunk) for one in path if one >= trunk) if node >= trunk else 1
             assert int(found.seen[node]) == expected
             assert int(found.firsts[node]) == (trunk - node if node >= trunk else 0)
-    with refused("nodes", 65):
-        flat._Trees.of(torch.full((1, attention.NODES + 1), -1), [attention.NODES + 1])

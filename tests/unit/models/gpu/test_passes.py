@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import random
+import gc
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.errors import OutOfMemoryError
@@ -20,6 +24,7 @@ from foresay.models.huggingface import fused, layer_inputs
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.layer import Separate
 from helpers.families import make, whole_product
+from helpers.histories import play
 from helpers.paged import PAGE, few_programs
 from helpers.refusals import refused
 
@@ -120,100 +125,62 @@ def test_a_layer_that_reads_another_one_s_keys_is_found(monkeypatch: pytest.Monk
         test_passes_score_as_the_family_s_own_code("gemma4", monkeypatch)
 
 
-@torch.inference_mode()
-def test_a_size_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever rows, lengths and caches follow: a joining row, a longer context, another cache."""
-    passes, _ = made("llama", monkeypatch)
-    caches = [passes.new_cache() for _ in range(2)]
-    for cache in caches:
-        cache.add_rows(2)
-        for counts in ([2, 0], [1, 1], [0, 2]):
-            passes(ModelInput(torch.ones(2, 2, dtype=torch.int64), counts), cache)
-    assert passes.captures == 1 and passes.replays == 6
-
-
 def empty(pages: int = 8) -> tuple[PagePool, PagedCache]:
     pool = PagePool([LayerShape(1, 2), LayerShape(2, 2)], pages, torch.float32, torch.device("cpu"))
     return pool, PagedCache(pool)
 
 
-def write(cache: PagedCache, row: int, values: list[int]) -> None:
+def write(cache: PagedCache, row: int, values: Sequence[int]) -> None:
     """Append one value a token, in both layers."""
     cache.reserve(row, len(values))
-    for value in values:
-        page, at = cache.pages[row][cache.lengths[row] // attention.PAGE], cache.lengths[row] % attention.PAGE
-        for store in (*cache.pool.keys, *cache.pool.values):
-            store[page, :, at] = float(value)
-        cache.lengths[row] += 1
+    at = torch.arange(cache.lengths[row], cache.lengths[row] + len(values))
+    pages = torch.tensor(cache.pages[row])[at // attention.PAGE]
+    for store in (*cache.pool.keys, *cache.pool.values):
+        store[pages, :, at % attention.PAGE] = torch.tensor(values).float()[:, None, None]
+    cache.lengths[row] += len(values)
 
 
 def read(cache: PagedCache, row: int) -> list[int]:
-    found = [
-        [int(store[cache.pages[row][i // attention.PAGE], 0, i % attention.PAGE, 0]) for i in range(cache.lengths[row])]
-        for store in (*cache.pool.keys, *cache.pool.values)
-    ]
-    assert found.count(found[0]) == len(found)
-    if found[0]:
-        keys, values = cache.read(1, row, 1, len(found[0]))
-        assert keys.shape == (1, 2, len(found[0]), 2) and keys[0, 1, :, 1].int().tolist() == found[0]
-        assert torch.equal(keys, values)
-    return found[0]
+    if not (length := cache.lengths[row]):
+        return []
+    stores = [one[0] for layer in range(2) for one in cache.read(layer, row, 1, length)]
+    found = torch.cat([store.transpose(0, 1).flatten(1) for store in stores], 1)  # [length, numbers]
+    assert torch.equal(found, found[:, :1].expand_as(found))
+    numbers: list[int] = found[:, 0].int().tolist()
+    return numbers
 
 
-def test_rows_are_what_was_written_to_them() -> None:
-    """Random edits of a few rows against lists, until every page is free again."""
-    rng = random.Random(0)
-    pool, cache = empty(40)
-    texts: list[list[int]] = []
-    saved = []
-    for step in range(400):
-        act = rng.choice(["add", "write", "write", "write", "truncate", "copy", "save", "load", "swap", "drop"])
-        row = rng.randrange(len(texts)) if texts else 0
-        if act == "add" and len(texts) < 5:
-            cache.add_rows(1)
-            texts.append([])
-        elif not texts:
-            continue
-        elif act == "write" and len(texts[row]) < 150:
-            new = [step * 100 + i for i in range(rng.choice([1, 5, 70]))]
-            write(cache, row, new)
-            texts[row] += new
-        elif act == "truncate":
-            texts[row] = texts[row][: rng.choice([0, len(texts[row]), len(texts[row]) // 2])]
-            cache.truncate([len(one) for one in texts])
-        elif act in ("copy", "load"):
-            other = rng.randrange(len(texts))
-            length = rng.randrange(len(texts[other]) + 1)
-            if act == "load" and saved:
-                at = rng.randrange(len(saved))
-                length = min(length, len(saved[at][1]))
-                cache.load_prefix(row, saved[at][0], length)
-                texts[row] = saved[at][1][:length]
-            elif other != row:
-                cache.copy_prefix(other, row, length)
-                texts[row] = texts[other][:length]
-        elif act == "save" and len(saved) < 3:
-            saved.append((cache.save_prefix(row, len(texts[row])), list(texts[row])))
-        elif act == "swap":
-            other = rng.randrange(len(texts))
-            cache.swap(row, other)
-            texts[row], texts[other] = texts[other], texts[row]
-        elif act == "drop":
-            last = len(texts) - 1
-            cache.rearrange([(last, row)] if row < last else [], last)
-            texts[row] = texts[last]
-            texts.pop()
-        assert [read(cache, i) for i in range(len(texts))] == texts
+def history(data: st.DataObject) -> None:
+    """Until every page is free again."""
+    pool, cache = empty(1000)
+
+    def run(row: int, values: list[list[int]], counts: list[int]) -> None:
+        for i, (own, count) in enumerate(zip(values, counts, strict=True)):
+            if count:
+                write(cache, row + i, own[:count])
+
+    play(data, cache, run, partial(read, cache))
     cache.rearrange([], 0)
-    saved.clear()
-    assert pool.num_free == 40 and cache.nbytes == 0
+    gc.collect()
+    assert pool.num_free == 1000 and cache.nbytes == 0
+
+
+test_rows_are_what_was_written_to_them = settings(max_examples=10, deadline=None)(given(st.data())(history))
 
 
 def test_a_shared_page_that_is_not_copied_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control."""
     monkeypatch.setattr(PagePool, "own", lambda self, page: page)
+    some = settings(
+        max_examples=200,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+    )
     with pytest.raises(AssertionError):
-        test_rows_are_what_was_written_to_them()
+        some(given(st.data())(history))()
 
 
 def test_kept_tokens_of_a_tree_move_over_the_border_of_a_page() -> None:

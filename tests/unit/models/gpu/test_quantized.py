@@ -29,7 +29,8 @@ from foresay.models.sources.quantized_forms import Matrix
 from helpers.families import joint_of, make
 from helpers.gguf_files import write_gguf
 from helpers.mxfp4 import folder_of as mxfp4_folder
-from helpers.paged import few_programs, loading, scores
+from helpers.paged import few_programs, loading
+from helpers.passes import scores
 from helpers.quantized import folder_of
 
 CPU, IDS = torch.device("cpu"), torch.tensor([[3, 5, 7, 11]])
