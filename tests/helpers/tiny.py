@@ -30,8 +30,8 @@ CHAT_TEMPLATE = (
 MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o")]
 
 
-def tokenizer(*, chat: bool = False) -> PreTrainedTokenizerFast:
-    """Four special tokens, the 256 bytes, and a few merges: any text has ids, and any id has text."""
+def tokenizer(*, chat: bool | str = False) -> PreTrainedTokenizerFast:
+    """Four special tokens, the 256 bytes, and a few merges: any text has ids, and any id has text. chat: or a template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*SPECIALS, *alphabet, *("".join(pair) for pair in MERGES)]
     inner = Tokenizer(BPE({word: i for i, word in enumerate(words)}, MERGES))
@@ -40,7 +40,7 @@ def tokenizer(*, chat: bool = False) -> PreTrainedTokenizerFast:
     inner.add_special_tokens(list(SPECIALS))
     fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", bos_token="<bos>", pad_token="<eos>")
     if chat:
-        fast.chat_template = CHAT_TEMPLATE
+        fast.chat_template = CHAT_TEMPLATE if chat is True else chat
     return fast
 
 
@@ -54,7 +54,7 @@ def llama(seed: int = 0, *, context: int = 4096, **changes: Any) -> PreTrainedMo
     return model
 
 
-def save(folder: Path, model: PreTrainedModel | None = None, *, chat: bool = False) -> Path:
+def save(folder: Path, model: PreTrainedModel | None = None, *, chat: bool | str = False) -> Path:
     """The model and its tokenizer as a folder."""
     (llama() if model is None else model).save_pretrained(folder)
     tokenizer(chat=chat).save_pretrained(folder)
