@@ -128,6 +128,9 @@ def test_a_schema_that_passed_is_not_tried_again(compiler: Make) -> None:
     assert child.stdin is not None
     child.stdin.close()
     assert child.wait(60) == 0, "no process outlives this program, however it ends"
+    one.close()
+    with pytest.raises(ForesayError, match="closed"):
+        one.compile({"enum": [2]})
 
 
 def test_passed_schemas_are_forgotten_in_the_order_of_their_use(
