@@ -47,7 +47,7 @@ NAMES = """(all) => all.map((e) => e.ariaLabel || e.labels?.[0]?.textContent.tri
 
 
 def illegible(evaluate: Callable[[str], Any]) -> dict[str, Any]:
-    """What is wrong by each measure: contrast of texts and borders, what sticks out or is cut, targets that a finger misses."""
+    """Faults by each measure: contrast of texts and borders, parts that stick out or are cut, targets that a finger misses."""
     wide = "() => document.documentElement.scrollWidth > innerWidth"
     found = {measure: evaluate(f"({measure})()") for measure in (wide, OUTSIDE, CUT, SMALL, CONTRAST, EDGES)}
     return {measure: one for measure, one in found.items() if one}

@@ -230,7 +230,7 @@ def test_contradictions_name_both(shell: tiny.Shell, base: list[str], folder: Pa
 def test_an_end_in_the_middle_leaves_what_was_printed(folder: Path, tmp_path: Path, interrupted: bool) -> None:
     command = ["foresay", "generate", "--model", str(folder), "--dtype", "fp32", "--drafter", "none"]
     os.mkfifo(pipe := tmp_path / "pipe")
-    process = fork([*command, "-n", "4000" if interrupted else "400", PROMPT], pipe)
+    process = fork([*command, "-n", "4000", PROMPT], pipe)
     with open(pipe, "rb", buffering=0) as out:
         head = out.read(1)
         if interrupted:

@@ -118,13 +118,3 @@ def test_values() -> None:
         assert found == value and type(found) is type(value), (schema, text[:20])
     many: dict[str, Any] = {"anyOf": [{"$ref": "#"}] * 300}
     assert Allowed(many, many).json_of("3") == "3", "a schema of many parts allows anything"
-
-
-def test_texts_of_a_grammar() -> None:
-    cases: list[tuple[Any, list[str] | None, bool]] = [
-        (STRING, None, True), ({"anyOf": [STRING, NULL]}, None, True), ({"enum": ["a", 1]}, ["a", "1"], True),
-        ({"anyOf": [{"enum": ["a"]}, NULL]}, ["a", "null"], True), ({"type": "integer"}, None, False), ({}, None, False),
-    ]  # fmt: skip
-    for schema, texts, has_strings in cases:
-        allowed = Allowed(schema, WHOLE)
-        assert (allowed.texts, allowed.has_strings) == (texts, has_strings)
