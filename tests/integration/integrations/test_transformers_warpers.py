@@ -278,6 +278,8 @@ def test_what_foresay_has_itself_is_not_called(model: PreTrainedModel) -> None:
         assert getattr(params, name) == settings[name]
     params = _ours(*_handed(model, [TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.9)], SAMPLE))
     assert (params.temperature, params.top_p, params.processors) == (0.8, 0.9, ())
+    params = _ours(*_handed(model, [RepetitionPenaltyLogitsProcessor(2.0, prompt_ignore_length=2)], SAMPLE))
+    assert len(params.processors) == 1, "a penalty that leaves out a part of the prompt is none of foresay's"
     params = _ours(*_handed(model, [TopKLogitsWarper(2)], {**SAMPLE, **settings}))
     assert [type(p) for p in params.processors] == [TopKLogitsWarper]  # only what comes before what foresay has
     assert (params.temperature, params.top_k, params.top_p) == (0.8, 5, 0.9)
