@@ -7,7 +7,7 @@ import json
 import pytest
 from playwright.sync_api import Page, expect
 
-from helpers.browsing import CHATS, TEXT, answer, end, event, refuse, said, serve, settings
+from helpers.browsing import CHATS, TEXT, answer, begin, end, event, refuse, said, serve, settings
 from helpers.serving import Running
 
 STORED = "foresay.talk."
@@ -65,10 +65,7 @@ class TestKept:
 
     def test_a_reload_in_the_middle_keeps_what_was_written(self, page: Page) -> None:
         said(page, "one")
-        settings(page, max_tokens="3000")
-        page.locator("#prompt").fill("go on")
-        page.keyboard.press("Enter")
-        expect(page.locator(".answer").nth(1).locator(".text > *").first).to_be_visible(timeout=30_000)
+        begin(page)
         reload(page)
         assert words(page) == ["one", "go on"] and all(answers(page))
 
@@ -246,15 +243,6 @@ class TestChanged:
 
 
 class TestCompared:
-    def test_next_to_plain_decoding_both_write_the_same(self, page: Page) -> None:
-        page.locator("#compare").check()
-        said(page, TEXT)
-        texts = answers(page)
-        assert len(texts) == 2 and texts[0] == texts[1] != ""
-        plain = page.locator("section.answer .figures").nth(1).inner_text()
-        assert "1.00 tokens per pass" in plain, plain
-        expect(page.locator(".outcome")).to_contain_text("oth texts are the same.")
-
     def test_an_answer_is_compared_later_by_one_click(self, page: Page) -> None:
         settings(page, temperature="0")
         said(page, TEXT)
@@ -359,33 +347,25 @@ class TestRefused:
 
 
 class TestStopped:
-    def test_escape_stops_and_keeps_what_was_written(self, page: Page, server: Running) -> None:
+    @pytest.mark.parametrize("by", ["Escape", "#stop"])
+    def test_a_stop_keeps_what_was_written_and_frees_the_row(self, by: str, page: Page, server: Running) -> None:
         page.locator("#compare").check()
-        settings(page, max_tokens="3000")
-        page.locator("#prompt").fill("go on")
-        page.keyboard.press("Enter")
-        expect(page.locator(".text > *").first).to_be_visible(timeout=30_000)
-        page.keyboard.press("Escape")
+        begin(page)
+        page.locator("#stop").click() if by == "#stop" else page.keyboard.press(by)
         expect(page.locator("#send")).to_be_enabled(timeout=10_000)
         assert len(answers(page)) == 1 and words(page) == ["go on"] and page.locator("#problem").inner_text() == ""
         page.wait_for_timeout(500)
         assert server.count("requests_running") == 0
 
     def test_a_new_chat_ends_the_running_answer(self, page: Page) -> None:
-        settings(page, max_tokens="3000")
-        page.locator("#prompt").fill("go on")
-        page.keyboard.press("Enter")
-        expect(page.locator(".text > *").first).to_be_visible(timeout=30_000)
+        begin(page)
         page.locator("#clear").click()
         said(page, "hello")
         assert words(page) == ["hello"] and len(answers(page)) == 1
         assert page.locator("#prompt").input_value() == ""
 
     def test_the_end_of_an_old_request_leaves_the_new_one_alone(self, page: Page) -> None:
-        settings(page, max_tokens="3000")
-        page.locator("#prompt").fill("go on")
-        page.keyboard.press("Enter")
-        expect(page.locator(".text > *").first).to_be_visible(timeout=30_000)
+        begin(page)
         page.evaluate("() => { at('clear').click(); at('prompt').value = 'anew'; at('form').requestSubmit(); }")
         expect(page.locator(".text > *").first).to_be_visible(timeout=30_000)
         assert words(page) == ["anew"] and page.locator("#stop").is_enabled()

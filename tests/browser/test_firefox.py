@@ -9,7 +9,7 @@ import pytest
 
 from helpers.browsing import TEXT
 from helpers.firefox import Firefox
-from helpers.page_measures import CONTRAST, CUT, EDGES, OUTSIDE, SMALL
+from helpers.page_measures import illegible
 from helpers.serving import Running
 
 IDLE = "!document.getElementById('send').disabled"
@@ -33,34 +33,28 @@ def firefox(started: Firefox, server: Running) -> Firefox:
     return started
 
 
-def assert_legible(firefox: Firefox) -> None:
-    assert firefox.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    for measure in (OUTSIDE, CUT, SMALL, CONTRAST, EDGES):
-        assert firefox.evaluate(f"({measure})()") in ([], {}), measure
-
-
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_start_race_and_settings(width: int, scheme: str, firefox: Firefox) -> None:
     firefox.look(width, 844, scheme)
-    assert_legible(firefox)
+    assert illegible(firefox.evaluate) == {}
     firefox.click("#compare")
     firefox.click("#prompt")
     firefox.press(TEXT, "Enter")
     firefox.expect(f"document.querySelectorAll('.answer').length === 2 && {IDLE}")
     texts = firefox.evaluate("[...document.querySelectorAll('.answer .text')].map((e) => e.textContent)")
     assert texts[0] == texts[1] != "" and "same" in firefox.evaluate("document.querySelector('.outcome').textContent")
-    assert_legible(firefox)
+    assert illegible(firefox.evaluate) == {}
     firefox.click("[popovertarget=settings]:not([popovertargetaction])")
     firefox.expect("document.getElementById('settings').matches(':popover-open')")
-    assert_legible(firefox)
+    assert illegible(firefox.evaluate) == {}
     assert firefox.evaluate("document.getElementById('settings').getBoundingClientRect().bottom <= innerHeight + 0.5")
     firefox.press("Escape")
     firefox.expect("!document.getElementById('settings').matches(':popover-open')")
     if width == 390:
         firefox.click("#open")
         firefox.expect("document.getElementById('chats').matches(':popover-open')")
-        assert_legible(firefox)
+        assert illegible(firefox.evaluate) == {}
     assert firefox.evaluate("errors") == []
 
 

@@ -59,7 +59,7 @@ class TestReplay:
         page.evaluate(RECORD)
         page.evaluate(START)
         page.clock.run_for(200)
-        assert not page.evaluate("ended") and page.evaluate("one.answer.tokens") == 2
+        assert not page.evaluate("ended") and 0 < page.evaluate("one.answer.tokens") < 10
         page.evaluate("abort.abort()")
         page.clock.run_for(100)
         expect(page.locator(".answer .text").first).to_have_text("w0 w1 w2 w3 w4 w5 w6 w7 w8 w9")
@@ -78,7 +78,7 @@ class TestReplay:
         expect(page.locator(".answer")).to_have_count(2)
         assert page.get_by_role("button", name="Race again").count() == 0, "times are not kept"
 
-    def test_answers_are_timed_one_after_the_other(self, page: Page) -> None:
+    def test_answers_are_timed_one_after_the_other_and_are_the_same(self, page: Page) -> None:
         page.evaluate(COUNT_RUNS)
         page.locator("#compare").check()
         said(page, TEXT, tokens=60)
@@ -86,6 +86,9 @@ class TestReplay:
         assert page.locator(".answer h2").all_inner_texts() == ["with speculation", "plain"]
         assert page.locator("progress:visible").count() == 0 and page.locator(".race").count() == 0
         expect(page.locator(".how")).to_contain_text("timed alone, one after the other")
+        texts = page.locator(".answer .text").all_inner_texts()
+        assert texts[0] == texts[1] != "" and "1.00 tokens per pass" in page.locator(".figures").last.inner_text()
+        expect(page.locator(".outcome")).to_contain_text("oth texts are the same.")
 
     def test_the_second_waits_for_its_turn_and_the_first_is_kept_when_it_is_stopped(self, page: Page) -> None:
         page.route(CHATS, lambda route: None)  # never answered
@@ -126,7 +129,8 @@ class TestReplay:
         settings(page, drafter="none")
         expect(page.locator("#compare")).to_be_disabled()
         said(page, "go")
-        assert [one["foresay"]["drafter"] for one in bodies] == ["none"] and page.locator(".answer").count() == 1
+        assert [one["foresay"]["drafter"] for one in bodies] == ["none"]
+        expect(page.locator(".answer h2")).to_have_text(["plain"])
         settings(page, drafter="")
         expect(page.locator("#compare")).to_be_enabled()
 

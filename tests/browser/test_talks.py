@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from helpers.browsing import answer, event, said, serve, settings
+from helpers.browsing import answer, begin, event, said, serve, settings
 
 
 @pytest.fixture
@@ -112,9 +112,7 @@ def test_another_conversation_ends_a_running_answer_and_keeps_what_was_written(p
     page.set_viewport_size({"width": 1280, "height": 800})
     said(page, "one")
     page.locator("#clear").click()
-    settings(page, max_tokens="3000")
-    page.locator("#prompt").fill("go on")
-    page.keyboard.press("Enter")
+    begin(page)
     expect(page.locator(".answer .text")).to_have_text(re.compile(".{100}"), timeout=30_000)
     page.locator("#list").get_by_role("button", name="one").click()
     expect(page.locator("#send")).to_be_enabled()
@@ -128,10 +126,8 @@ def test_another_conversation_ends_a_running_answer_and_keeps_what_was_written(p
 
 def test_a_running_answer_is_in_the_list_from_its_first_token_and_a_deleted_one_is_not(page: Page) -> None:
     page.set_viewport_size({"width": 1280, "height": 800})
-    settings(page, max_tokens="3000")
-    page.locator("#prompt").fill("go on")
-    page.keyboard.press("Enter")
-    expect(page.get_by_label("Title of this conversation")).to_have_value("go on", timeout=30_000)
+    begin(page)
+    expect(page.get_by_label("Title of this conversation")).to_have_value("go on")
     page.once("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name="Delete").click()
     expect(page.locator("#send")).to_be_enabled()

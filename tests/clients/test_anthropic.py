@@ -41,18 +41,6 @@ def test_a_whole_answer(client: anthropic.Anthropic) -> None:
     assert stopped.stop_sequence == " and"
 
 
-def test_blocks_of_text(client: anthropic.Anthropic) -> None:
-    blocks = [
-        {"type": "text", "text": "What colour", "cache_control": {"type": "ephemeral"}},
-        {"type": "text", "text": " is it?"},
-    ]
-    system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
-    done = create(client, [{"role": "user", "content": blocks}], system=system)
-    assert done.content[0].text == SEA
-    again = create(client, [*TALK, {"role": "assistant", "content": done.content}, *TALK])
-    assert again.content[0].text == SEA
-
-
 def test_a_stream(client: anthropic.Anthropic) -> None:
     with client.messages.stream(model=NAME, messages=TALK, max_tokens=64) as stream:
         pieces = list(stream.text_stream)
@@ -128,12 +116,3 @@ def test_a_runner_of_tools(client: anthropic.Anthropic) -> None:
     assert called == ["Rome"] and [one.text for one in last.content] == ["It is sunny in Rome."]
     with pytest.raises(anthropic.BadRequestError, match="thread is not supported"):
         client.beta.messages.tool_runner(**request).until_done()
-
-
-def test_fields_that_change_nothing(client: anthropic.Anthropic) -> None:
-    for more in (
-        {"metadata": {"user_id": "7"}, "service_tier": "auto"},
-        {"thinking": {"type": "disabled"}},
-        {"cache_control": {"type": "ephemeral"}},
-    ):
-        assert create(client, TALK, **more).content[0].text == SEA

@@ -98,16 +98,6 @@ def test_tools_of_a_model_class_and_none(client: openai.OpenAI) -> None:
     assert message.content == SEA and not message.tool_calls
 
 
-def test_prediction(client: openai.OpenAI) -> None:
-    """The predicted text is drafted, and the answer stays."""
-    done = chat(client, TALK, prediction={"type": "content", "content": SEA})
-    assert done.choices[0].message.content == SEA
-    counts = done.usage.completion_tokens_details
-    assert counts.accepted_prediction_tokens > 0 and counts.rejected_prediction_tokens is not None
-    wrong = chat(client, TALK, prediction={"type": "content", "content": "Something else"})
-    assert wrong.choices[0].message.content == SEA
-
-
 def test_completions(client: openai.OpenAI) -> None:
     done = client.completions.create(model=NAME, prompt="The sea", max_tokens=2, echo=True, logprobs=1)
     choice = done.choices[0]
@@ -124,29 +114,20 @@ def test_completions(client: openai.OpenAI) -> None:
 
 
 def test_refusals(client: openai.OpenAI) -> None:
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    refused: list[tuple[list[Any], dict[str, Any], str]] = [
-        (TALK, {"modalities": ["text", "audio"], "audio": {"voice": "alloy", "format": "wav"}}, "audio"),
-        (TALK, {"web_search_options": {}}, "web_search_options"),
-        (TALK, {"functions": [{"name": "f"}]}, "functions"),
-        ([{"role": "user", "content": [image]}], {}, "messages"),
-    ]
-    for messages, more, field in refused:
-        with pytest.raises(openai.BadRequestError, match=field):
-            chat(client, messages, **more)
+    for more in ({"web_search_options": {}}, {"functions": [{"name": "f"}]}):
+        with pytest.raises(openai.BadRequestError, match=next(iter(more))):
+            chat(client, TALK, **more)
     with pytest.raises(openai.NotFoundError):
         client.moderations.create(input="The sea")
-    with pytest.raises(openai.NotFoundError):
-        client.files.list()
 
 
 def test_embeddings_are_those_of_plain_requests(client: openai.OpenAI) -> None:
     """The client requests base64, and decodes it."""
     texts = ["The sea", "One two three"]
-    found = client.embeddings.create(model=NAME, input=texts)
-    plain = client.embeddings.create(model=NAME, input=texts, encoding_format="float")
+    found, plain = (
+        client.embeddings.create(model=NAME, input=texts, **one) for one in ({}, {"encoding_format": "float"})
+    )
     assert [one.index for one in found.data] == [0, 1] and found.usage.prompt_tokens > 0
     for one, other in zip(found.data, plain.data, strict=True):
-        assert len(one.embedding) == len(other.embedding) > 0
         assert one.embedding == pytest.approx(other.embedding, rel=1e-6)
     assert found.data[0].embedding != found.data[1].embedding

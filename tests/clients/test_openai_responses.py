@@ -83,34 +83,9 @@ def test_a_stream_of_a_call(client: openai.OpenAI) -> None:
     assert (item.type, item.name, item.status) == ("function_call", "weather", "completed")
 
 
-@pytest.mark.parametrize("tools", [[], [WEATHER]])
-def test_a_stream_repeats_nothing(tools: list[Any], client: openai.OpenAI) -> None:
-    """Items and parts are empty when they are added, also if their first texts are drafts that are accepted at once."""
-    for _ in range(3):
-        choice = "required" if tools else "auto"
-        events = list(respond(client, "Is it raining in Rome?", tools=tools, tool_choice=choice, stream=True))
-        for one in events:
-            if one.type == "response.output_item.added":
-                assert not (one.item.arguments if tools else one.item.content)
-            if one.type == "response.content_part.added":
-                assert one.part.text == ""
-
-
 def test_a_talk_goes_on_and_has_log_probabilities(client: openai.OpenAI) -> None:
     turn = {"role": "user", "content": [{"type": "input_text", "text": "And the sky?"}]}
     assert respond(client, [*TALK, *respond(client, TALK).output, turn]).output_text == SEA
     done = respond(client, "What colour is the sea?", include=["message.output_text.logprobs"], top_logprobs=2)
     tokens = done.output[0].content[0].logprobs
     assert "".join(one.token for one in tokens).startswith(SEA) and all(len(one.top_logprobs) == 2 for one in tokens)
-
-
-def test_refusals(client: openai.OpenAI) -> None:
-    refused: list[tuple[dict[str, Any], str]] = [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"tools": [{"type": "file_search"}]}, "tools"),
-        ({"background": True}, "background"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, r"input\.0\.content"),
-    ]
-    for more, field in refused:
-        with pytest.raises(openai.BadRequestError, match=field):
-            client.responses.create(**{"model": NAME, "input": TALK, **more})

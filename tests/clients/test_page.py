@@ -23,7 +23,7 @@ PRINTED = {
 OTHERS = {
     "lm-evaluation-harness": "test_lm_eval.py",
     "guidellm": "test_guidellm.py",
-    "Open WebUI": "test_open_webui.py",
+    "Open WebUI": "../integration/server/test_clients.py",
     "Clients of Ollama": "../integration/server/test_ollama.py",
 }
 """Sections whose recipes are executed there."""

@@ -164,18 +164,7 @@ def test_the_commands_take_it(tmp_path: Path) -> None:
     command("record", str(recording), "--count", "4", "-n", "24", *backend)
     assert json.loads(recording.read_text().splitlines()[0])["model"] == MODEL
     assert "suffix" in command("replay", str(recording), "--drafter", "suffix")
-    command(
-        "profile",
-        "-o",
-        str(tmp_path / "p.json"),
-        "--batch-size",
-        "1,2",
-        "--length",
-        "0,3",
-        "--context",
-        "64",
-        "--fresh",
-        *backend,
-    )
+    profile = ["--batch-size", "1,2", "--length", "0,3", "--context", "64", "--fresh"]
+    command("profile", "-o", str(tmp_path / "p.json"), *profile, *backend)
     bench = ("bench", str(tmp_path / "b.jsonl"), "--drafter", "suffix", "--count", "2", "-n", "16", "--repeats", "1")
     assert "suffix" in command(*bench, *backend)

@@ -42,6 +42,15 @@ def said(page: Page, text: str, tokens: int = 24) -> None:
     expect(page.locator("#send")).to_be_enabled(timeout=60_000)
 
 
+def begin(page: Page, text: str = "go on", tokens: int = 3000) -> None:
+    """Send a request whose answer takes long, and wait for its first text."""
+    settings(page, max_tokens=str(tokens))
+    before = page.locator(".answer").count()
+    page.locator("#prompt").fill(text)
+    page.keyboard.press("Enter")
+    expect(page.locator(".answer").nth(before).locator(".text > *").first).to_be_visible(timeout=30_000)
+
+
 def event(delta: dict[str, str], drafted: int = 0, **more: Any) -> str:
     """One pass of one token."""
     text = delta.get("reasoning_content", "") + delta.get("content", "")

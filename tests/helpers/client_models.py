@@ -12,14 +12,13 @@ from pathlib import Path
 from helpers import chains, tiny
 
 TEXT = ("The sea", " is wide", " and", " blue", ".")
-STARTS = ("<weather>", "<City>", "<result>", "<json>", "<title>")
+STARTS = ("<weather>", "<City>", "<result>", "<json>")
 """Tokens with which the template ends, each followed by a text."""
 OTHERS = (
     ("<weather>", '<tool_call>\n{"name": "weather", ', '"arguments": {"city": ', '"Rome"', "}}", "\n</tool_call>"),
     ("<City>", '<tool_call>\n{"name": "City", "arguments": {"na', 'me": "Lima", ', '"inhabitants": 10092000', "}}\n</tool_call>"),
     ("<result>", "It is ", "sunny", " in Rome."),
     ("<json>", '{"name": "Lima", ', '"inhabitants": 100920', "00}"),
-    ("<title>", '{ "title": ', '"Sea colours"', " }"),
     # under a grammar, after the parts of which a schema leaves no choice
     ("{", '"city": "Rome', '"', "}"),
     ("{", '"name": "Lima", "inhab'),
@@ -35,7 +34,6 @@ TEMPLATE = """\
 {%- elif tools and tools[0].function.name == 'weather' %}<weather>
 {%- elif tools and tools[0].function.name == 'City' %}<City>
 {%- elif 'inhabitants' in messages[-1].content %}<json>
-{%- elif 'title' in messages[-1].content %}<title>
 {%- else %}<assistant>
 {%- endif %}
 {%- endif %}"""

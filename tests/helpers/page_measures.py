@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 _COLOURS = """
     const light = (rgb) => rgb.map((c) => c / 255).map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
         .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
@@ -41,3 +44,10 @@ CUT = """() => [...document.querySelectorAll("button, form label, summary")].fil
 """Controls whose text takes more than a line."""
 NAMES = """(all) => all.map((e) => e.ariaLabel || e.labels?.[0]?.textContent.trim() || e.textContent.trim())"""
 """Names of controls for screen readers."""
+
+
+def illegible(evaluate: Callable[[str], Any]) -> dict[str, Any]:
+    """Faults by each measure: contrast of texts and borders, parts that stick out or are cut, targets that a finger misses."""
+    wide = "() => document.documentElement.scrollWidth > innerWidth"
+    found = {measure: evaluate(f"({measure})()") for measure in (wide, OUTSIDE, CUT, SMALL, CONTRAST, EDGES)}
+    return {measure: one for measure, one in found.items() if one}

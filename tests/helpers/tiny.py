@@ -30,8 +30,8 @@ CHAT_TEMPLATE = (
 MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o")]
 
 
-def tokenizer(*, chat: bool = False) -> PreTrainedTokenizerFast:
-    """Four special tokens, the 256 bytes, and a few merges: any text has ids, and any id has text."""
+def tokenizer(*, chat: bool | str = False) -> PreTrainedTokenizerFast:
+    """Four special tokens, the 256 bytes, and a few merges: any text has ids, and any id has text. chat: or a template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*SPECIALS, *alphabet, *("".join(pair) for pair in MERGES)]
     inner = Tokenizer(BPE({word: i for i, word in enumerate(words)}, MERGES))
@@ -40,7 +40,7 @@ def tokenizer(*, chat: bool = False) -> PreTrainedTokenizerFast:
     inner.add_special_tokens(list(SPECIALS))
     fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", bos_token="<bos>", pad_token="<eos>")
     if chat:
-        fast.chat_template = CHAT_TEMPLATE
+        fast.chat_template = CHAT_TEMPLATE if chat is True else chat
     return fast
 
 
@@ -54,7 +54,7 @@ def llama(seed: int = 0, *, context: int = 4096, **changes: Any) -> PreTrainedMo
     return model
 
 
-def save(folder: Path, model: PreTrainedModel | None = None, *, chat: bool = False) -> Path:
+def save(folder: Path, model: PreTrainedModel | None = None, *, chat: bool | str = False) -> Path:
     """The model and its tokenizer as a folder."""
     (llama() if model is None else model).save_pretrained(folder)
     tokenizer(chat=chat).save_pretrained(folder)
@@ -90,6 +90,22 @@ def _read(terminal: int) -> bytes:
         return b""
 
 
+@contextlib.contextmanager
+def terminal(monkeypatch: pytest.MonkeyPatch, **variables: str) -> Iterator[list[bytes]]:
+    """A terminal as standard error. Yield a list that gets what is written to it."""
+    ours, theirs = os.openpty()
+    shown: list[bytes] = []
+    reader = threading.Thread(target=lambda: shown.extend(iter(lambda: _read(ours), b"")))
+    reader.start()
+    with monkeypatch.context() as patch, open(theirs, "w", encoding="utf-8") as stream:
+        patch.setattr(sys, "stderr", stream)
+        for name, value in {"TERM": "xterm", **variables}.items():
+            patch.setenv(name, value)
+        yield shown
+    reader.join()
+    os.close(ours)
+
+
 def printed(*args: str) -> str:
     """Standard output of the command line in this process, for fixtures that outlive a test. The exit code is 0."""
     from foresay.cli.app import _run
@@ -122,16 +138,8 @@ class Shell:
 
     def watched(self, *args: str, stdin: bytes = b"") -> tuple[int, str, str]:
         """With a terminal for its standard error: exit code, standard output, and what the terminal got."""
-        ours, theirs = os.openpty()
-        shown: list[bytes] = []
-        reader = threading.Thread(target=lambda: shown.extend(iter(lambda: _read(ours), b"")))
-        reader.start()
-        with self._monkeypatch.context() as patch, open(theirs, "w", encoding="utf-8") as terminal:
-            patch.setattr(sys, "stderr", terminal)
-            patch.setenv("TERM", "xterm")
+        with terminal(self._monkeypatch) as shown:
             code, out, _ = self(*args, stdin=stdin)
-        reader.join()
-        os.close(ours)
         return code, out, b"".join(shown).decode(errors="replace")
 
     def objects(self, *args: str) -> list[Any]:

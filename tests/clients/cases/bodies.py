@@ -14,43 +14,34 @@ TALK = [{"role": "system", "content": "You are helpful."}, {"role": "user", "con
 HELLO = [{"role": "user", "content": "Hello"}]
 PROMPT = "Hello, my name is"
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "get_current_weather",
-        "description": "The weather of a city",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "city": {"type": "string", "maxLength": 8},
-                "state": {"type": "string", "maxLength": 2},
-                "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
-            },
-            "required": ["city", "unit"],
-            "additionalProperties": False,
-        },
+
+
+def shape(properties: dict[str, Any], required: list[str] | None = None) -> dict[str, Any]:
+    """Return the schema of an object without other members; all are required unless some are named."""
+    names = list(properties) if required is None else required
+    return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
+
+
+def tool(name: str, properties: dict[str, Any], required: list[str] | None = None) -> dict[str, Any]:
+    parameters = shape(properties, required)
+    return {"type": "function", "function": {"name": name, "description": "A tool", "parameters": parameters}}
+
+
+WEATHER = tool(
+    "get_current_weather",
+    {
+        "city": {"type": "string", "maxLength": 8},
+        "state": {"type": "string", "maxLength": 2},
+        "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
     },
-}
-SEARCH: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "web_search",
-        "parameters": {"type": "object", "properties": {"terms": {"type": "string"}}, "required": ["terms"]},
-    },
-}
-FLAG: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "test",
-        "description": "",
-        "parameters": {
-            "type": "object",
-            "properties": {"success": {"type": "boolean", "const": True}},
-            "required": ["success"],
-            "additionalProperties": False,
-        },
-    },
-}
+    ["city", "unit"],
+)
+WEATHER_OF_RESPONSES = {"type": "function", **WEATHER["function"], "strict": True}
+WEATHER_OF_MESSAGES = {
+    "name": "get_current_weather", "description": "A tool", "input_schema": WEATHER["function"]["parameters"],
+}  # fmt: skip
+SEARCH = tool("web_search", {"terms": {"type": "string"}})
+FLAG = tool("test", {"success": {"type": "boolean", "const": True}})
 
 
 def get(path: str, **more: Any) -> Request:

@@ -78,6 +78,10 @@ def refused(name: str) -> Outcome:
     return Outcome("refused", name=name)
 
 
+NO_ROUTE = Outcome("refused")
+"""The class of requests whose last one has a route that does not exist."""
+
+
 def different(reason: str) -> Outcome:
     """Return the class of an answer that differs for this reason."""
     return Outcome("different", reason=reason)
@@ -153,7 +157,7 @@ def cases(rows: Mapping[str, Any]) -> list[Case]:
     """Return the cases of rows: name -> request, or (requests, *rest).
 
     rest: checks and lists of them, of which status 200 is one unless another status of the last reply is; at most one
-    outcome, if the case does not pass; the name of a server as text.
+    outcome, if the case does not pass; the name of a server as text. Checks of a refused case could not change its class.
     """
     return [_case(name, row) for name, row in rows.items()]
 
@@ -170,6 +174,9 @@ def _case(name: str, row: Any) -> Case:
             checks += [one] if isinstance(one, Check) else one
     if not any(re.match(r"(\[-1\] )?status (\d|is not)", one.text) for one in checks):
         checks.insert(0, status(200))
+    if ours == NO_ROUTE:
+        last = requests if isinstance(requests, Request) else requests[-1]
+        ours = refused(last.path.partition("?")[0])
     return Case(name, requests, checks, ours, server, isinstance(requests, together))
 
 

@@ -46,6 +46,8 @@ def stream(text: str) -> dict[str, Any]:
     return {
         "events": events,
         "kinds": [event.get("type") for event in events],
+        "of": _by_kind(events),
+        "output_text": "".join(event["delta"] for event in events if event.get("type") == "response.output_text.delta"),
         "names": [line.removeprefix("event: ") for line in text.splitlines() if line.startswith("event: ")],
         "texts": texts,
         "reasoning": reasoning,
@@ -54,6 +56,14 @@ def stream(text: str) -> dict[str, Any]:
         "usages": [event["usage"] for event in events if event.get("usage")],
         "done": lines[-1:] == ["[DONE]"],
     }
+
+
+def _by_kind(events: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The events of each kind. Its dots are colons, since dots separate the parts of a path."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for event in events:
+        found.setdefault(str(event.get("type")).replace(".", ":"), []).append(event)
+    return found
 
 
 def _calls(choices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

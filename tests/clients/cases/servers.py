@@ -24,11 +24,8 @@ SPECIAL = ("<tool_call>", "<think>", "</think>")
 THOUGHT = ("<think>", "Let me", " think", "</think>")
 ANSWER = ("It is", " 98 degrees", " in", " Dallas", ".")
 CALL = (
-    "<tool_call>",
-    '\n{"name": "get_current',
-    '_weather", "arg',
-    'uments": {"city": "Dal',
-    'las", "state": "TX"}}\n',
+    *("<tool_call>", '\n{"name": "get_current', '_weather", "arg'),
+    *('uments": {"city": "Dal', 'las", "state": "TX"}}\n'),
 )
 SECOND = (
     *("</tool_call>", "\n<tool_call>\n", '{"name": "get_current_weather",', ' "arguments": '),
@@ -44,22 +41,8 @@ def _load(folder: Path, **options: Any) -> foresay.Generator:
     return foresay.load(str(folder), **{"num_draft_tokens": 3, **options})
 
 
-def _random(folder: Path) -> foresay.Generator:
-    """Return a model that writes noise, with a template that has tools."""
-    tiny.save(folder)
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return _load(folder, drafter="suffix")
-
-
-def _efforts(folder: Path) -> foresay.Generator:
-    """Return a model whose template reads reasoning_effort and enable_thinking."""
-    tiny.save(folder)
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = tiny.CHAT_TEMPLATE + EFFORTS
-    tokenizer.save_pretrained(folder)
-    return _load(folder)
+def _chain(*pieces: str) -> Loader:
+    return lambda folder: _load(chains.save(folder, pieces, THINKING, special=SPECIAL))
 
 
 def _fills(folder: Path) -> foresay.Generator:
@@ -67,16 +50,12 @@ def _fills(folder: Path) -> foresay.Generator:
     return _load(chains.save(folder, ANSWER, TEMPLATE, special=GAP, others=(GAP[:2], (GAP[2], *FILLING))))
 
 
-def _chain(*pieces: str) -> Loader:
-    return lambda folder: _load(chains.save(folder, pieces, THINKING, special=SPECIAL))
-
-
 MODELS: dict[str, Loader] = {
     "tiny": lambda folder: _load(tiny.save(folder, chat=True)),
     "undrafted": lambda folder: _load(tiny.save(folder, chat=True), drafter="none", num_draft_tokens=None),
     "small": lambda folder: _load(tiny.save(folder, tiny.llama(context=128), chat=True)),
-    "tools": _random,
-    "efforts": _efforts,
+    "tools": lambda folder: _load(tiny.save(folder, chat=TEMPLATE), drafter="suffix"),
+    "efforts": lambda folder: _load(tiny.save(folder, chat=tiny.CHAT_TEMPLATE + EFFORTS)),
     "fills": _fills,
     "thinks": _chain(*THOUGHT, *ANSWER),
     "answers": _chain(*ANSWER),
@@ -116,16 +95,13 @@ class Servers:
     def replies(self, case: Case) -> list[Reply]:
         """Send the requests of a case."""
         if case.together:
-            return self._together(case)
+            self.url(case.server)
+            with ThreadPoolExecutor(len(case.sent)) as pool:
+                return list(pool.map(lambda request: self._send(case, request, request.body), case.sent))
         out: list[Reply] = []
         for request in case.sent:
             out.append(self._send(case, request, request.body_after(out)))
         return out
-
-    def _together(self, case: Case) -> list[Reply]:
-        self.url(case.server)
-        with ThreadPoolExecutor(len(case.sent)) as pool:
-            return list(pool.map(lambda request: self._send(case, request, request.body), case.sent))
 
     def _send(self, case: Case, request: Request, body: Any) -> Reply:
         url = self.url(request.server or case.server) + request.path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from clients.cases.case import Case, Kind, Suite
 from clients.cases.suites import PROJECTS
@@ -138,26 +138,29 @@ def _is_route(case: Case) -> bool:
     return case.ours.name.startswith("/")
 
 
+def _grouped(project: str, suites: Sequence[Suite], key: Callable[[Case], str], *, has: bool) -> dict[str, list[Case]]:
+    """Refused cases by a key, in its order. has: of values of fields that foresay has, else of other fields."""
+    found: dict[str, list[Case]] = {}
+    for case in sorted(_refused(suites, project), key=key):
+        if not _is_route(case) and _has(case) == has:
+            found.setdefault(key(case), []).append(case)
+    return found
+
+
 def _unknown(suites: Sequence[Suite]) -> str:
-    out = ""
-    for project in PROJECTS.values():
-        names: dict[str, list[str]] = {}
-        for case in _refused(suites, project):
-            if not _is_route(case) and not _has(case):
-                names.setdefault(case.sent[-1].path, []).append(case.ours.name)
-        out += "".join(_row(project, f"`{route}`", _counted(names[route])) for route in sorted(names))
-    return out
+    return "".join(
+        _row(project, f"`{route}`", _counted(one.ours.name for one in cases))
+        for project in PROJECTS.values()
+        for route, cases in _grouped(project, suites, lambda case: case.sent[-1].path, has=False).items()
+    )
 
 
 def _values(suites: Sequence[Suite]) -> str:
-    out = ""
-    for project in PROJECTS.values():
-        names: dict[str, list[str]] = {}
-        for case in _refused(suites, project):
-            if not _is_route(case) and _has(case):
-                names.setdefault(case.ours.name, []).append(case.name)
-        out += "".join(_row(project, f"`{name}`", "; ".join(dict.fromkeys(names[name]))) for name in sorted(names))
-    return out
+    return "".join(
+        _row(project, f"`{name}`", "; ".join(dict.fromkeys(one.name for one in cases)))
+        for project in PROJECTS.values()
+        for name, cases in _grouped(project, suites, lambda case: case.ours.name, has=True).items()
+    )
 
 
 def _routes(suites: Sequence[Suite]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,18 +51,11 @@ def test_cases_are_complete_and_have_different_names() -> None:
             assert case.expected, case.name
 
 
-def test_the_page_counts_every_case_and_lists_every_difference() -> None:
+def test_the_page_is_that_of_the_cases() -> None:
     text = page(SUITES)
     assert PAGE.read_text(encoding="utf-8") == text, "scripts/compatibility.py > docs/reference/compatibility.md"
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
-    totals, files = ([list(map(int, row[1:])) for row in rows if len(row) == n and row[1].isdigit()] for n in (5, 4))
-    assert len(totals) == 2 and len(files) == len(SUITES)
-    assert [row[0] for row in totals] == [sum(row[1:]) for row in totals]
-    counted = [sum(numbers) for numbers in zip(*files, strict=True)]
-    assert counted == [sum(numbers) for numbers in zip(*(row[1:] for row in totals), strict=True)]
-    assert sum(counted) == len(PARAMETERS)
-    different = [(suite, case) for suite in SUITES for case in suite.cases if case.ours.kind == "different"]
-    assert all(f"| {case.name} | {case.ours.reason} | `{suite.file}` |" in text for suite, case in different)
+    totals = re.findall(r"^\| .* \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
+    assert sum(int(row[0]) for row in totals) == len(PARAMETERS) == sum(int(one) for row in totals for one in row[1:])
     named = {line.split("|")[2].strip(" `"): line for line in text.splitlines() if line.startswith("| ")}
     assert "seed" in named["/v1/responses"] and "seed" not in named, "a field of one route is no field of another"
     assert "any name of a model is accepted" in named["model"], "a value of a field that foresay has"

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from clients.cases.bodies import chat, post
-from clients.cases.case import PASSED, Case, Outcome, Request, cases, refused, together
-from clients.cases.expect import equals, error, ok, status, text
-from clients.cases.replies import Reply, stream, values_at
+from clients.cases.case import PASSED, Case, Outcome, refused
+from clients.cases.expect import error, ok, text
+from clients.cases.replies import Reply, values_at
 
 WITH_FIELD = Case("a field", chat(grammar="x"), ok(text("choices.0.message.content")))
 DIFFERENT = Outcome("different")
@@ -53,22 +53,7 @@ def test_a_refusal_that_is_expected_is_passed_or_different() -> None:
     assert route.outcome([reply(404, named(None, "POST /infill: Not Found"))]) == refused("/infill")
 
 
-def test_a_row_expects_success_unless_it_has_another_status() -> None:
-    rows = cases({"a": chat(), "b": (chat(), equals("status", 1), status(404, 0)), "c": (chat(), error(400), "keys")})
-    assert [[one.text for one in row.expected][:1] for row in rows] == [["[-1] status 200"]] * 2 + [["[-1] status 400"]]
-    assert [row.server for row in rows] == ["tiny", "tiny", "keys"]
-    [both] = cases({"d": (together([chat(), chat()]), refused("x"))})
-    assert both.together and len(both.sent) == 2 and both.ours == refused("x") and not rows[0].together
-
-
 def test_expectations_that_lead_nowhere_fail() -> None:
     assert not text("a.b").test([reply(200, {})])
     assert values_at({"a": [{"b": 1}, {"b": 2}]}, "a.*.b") == [1, 2]
     assert values_at({"a": []}, "a.0") == values_at(None, "a") == values_at({"a": [1]}, "a.-2") == []
-
-
-def test_a_stream_is_put_together() -> None:
-    event = '{"choices": [{"index": 0, "delta": {"content": "%s"}, "finish_reason": %s}]}'
-    body = stream("".join(f"data: {one}\n\n" for one in (event % ("a", "null"), event % ("b", '"stop"'), "[DONE]")))
-    assert (body["texts"], body["finish_reasons"], body["done"]) == ({"0": "ab"}, ["stop"], True)
-    assert Request(path="/").body_after([]) is None

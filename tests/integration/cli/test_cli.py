@@ -431,25 +431,19 @@ def test_info_and_prepare_use_a_settings_file(
     assert shell("info")[1].startswith("foresay 0") and str(folder) not in shell("info")[1]
 
 
-def test_the_batch_size_of_a_settings_file_holds(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_batch_size_of_a_settings_file_holds(
+    shell: tiny.Shell, folder: Path, in_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Unless one is given: the options' default used to replace it."""
-    import foresay.generation.load as loading
-    from foresay.cli.app import _run
-
     sizes: list[int | None] = []
 
-    class StoppedError(Exception):
-        pass
-
-    def stopped(self: loading.Chosen, *given: object) -> None:
+    def stopped(self: Any, *given: object) -> None:
         sizes.append(self.max_batch_size)
-        raise StoppedError
+        raise foresay.ConfigError("that is enough")
 
-    monkeypatch.setattr(loading.Chosen, "generator", stopped)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "foresay.toml").write_text(f'target = "{folder}"\nmax_batch_size = 2\n')
-    (tmp_path / "lines.txt").write_text("one\ntwo\n")
+    monkeypatch.setattr("foresay.generation.load.Chosen.generator", stopped)
+    (in_tmp / "foresay.toml").write_text(f'target = "{folder}"\nmax_batch_size = 2\n')
+    (in_tmp / "lines.txt").write_text("one\ntwo\n")
     for more in ([], ["--lines"], ["--lines", "--batch-size", "3"]):
-        with pytest.raises(StoppedError):
-            _run(["generate", "--file", "lines.txt", *more])
+        assert shell("generate", "--file", "lines.txt", *more)[0] == 2
     assert sizes == [2, 2, 3]

@@ -73,43 +73,37 @@ def test_build(shell: tiny.Shell, base: list[str], here: Path) -> None:
     assert sorted(os.listdir(here)) == ["a.txt", "t.safetensors"]
 
 
-def test_every_kind_of_file_gives_the_same(shell: tiny.Shell, base: list[str], tmp_path: Path) -> None:
-    """With the tokenizer of a folder or of a model, whose weights are not read."""
-    record = json.dumps({"body": TEXT}).encode()
-    Path("b.txt.gz").write_bytes(gzip.compress(TEXT.encode()))
-    Path("c.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
-    Path("d.jsonl.gz").write_bytes(gzip.compress(record))
-    assert shell(*base)[0] == 0
-    whole = NgramTable.load("t.safetensors")
-    (tiny.save(tmp_path / "model") / "model.safetensors").unlink()
-    for files, stdin in (
-        *((["b.txt.gz"], b""), (["c.jsonl"], b""), (["d.jsonl.gz", "--field", "body"], b"")),
-        *((["-"], TEXT.encode()), (["-", "--field", "body"], record), (["a.txt", "-m", str(tmp_path / "model")], b"")),
-    ):
-        given = [*base[:4], *base[6:]] if "-m" in files else base
-        code, _, err = shell(*given[:-1], *files, "--force", stdin=stdin)
+def test_files_a_model_and_limits(
+    shell: tiny.Shell, base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kinds of files and separators: unit/foresay_lab/training/test_corpus.py. The weights of a model are not read."""
+
+    def built(*options: str, stdin: bytes = b"") -> tuple[NgramTable, str]:
+        code, out, err = shell(*base[:4], *options, "--force", stdin=stdin)
         assert (code, err) == (0, "")
-        table = NgramTable.load("t.safetensors")
-        assert table.successor.tolist() == whole.successor.tolist(), files
-        assert table.counts is not None and whole.counts is not None and (table.counts == whole.counts).all()
-        table.check(tokenizer_fingerprint(tiny.tokenizer()), 264)
-
-
-def test_separators_and_limits(shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def built(*options: str) -> tuple[NgramTable, str]:
-        code, out, _ = shell(*base, "--force", *options)
-        assert code == 0
         return NgramTable.load("t.safetensors"), out
 
-    for separator, documents in (("file", 1), ("line", 3), ("blank-line", 2)):
-        table, _ = built("--separator", separator)
-        assert table.corpus is not None and table.corpus.num_documents == documents
-        assert (after(table, "\n") is None) == (separator == "line")
-    table, out = built("--max-tokens", "7", "--min-count", "2")
+    names = base[4:6]
+    whole, _ = built(*names, "--text", "a.txt")
+    record = json.dumps({"body": TEXT}).encode()
+    Path("d.jsonl.gz").write_bytes(gzip.compress(record))
+    (tiny.save(tmp_path / "model") / "model.safetensors").unlink()
+    for options, stdin in (
+        ((*names, "--text", "d.jsonl.gz", "--field", "body"), b""), ((*names, "--text", "-"), TEXT.encode()),
+        (("-m", str(tmp_path / "model"), "--text", "a.txt"), b""),
+    ):  # fmt: skip
+        table, _ = built(*options, stdin=stdin)
+        assert table.successor.tolist() == whole.successor.tolist(), options
+        assert table.counts is not None and whole.counts is not None and (table.counts == whole.counts).all()
+        table.check(tokenizer_fingerprint(tiny.tokenizer()), 264)
+    table, _ = built(*names, "--text", "a.txt", "--separator", "line")
+    assert table.corpus is not None and table.corpus.num_documents == 3 and after(table, "\n") is None
+    table, out = built(*names, "--text", "a.txt", "--max-tokens", "7", "--min-count", "2")
     assert "tokens: 7 in 1 documents" in out and "those that occur less than 2 times are dropped" in out
     assert table.counts is not None and table.counts.sum() == 7 and table.num_contexts == (0,)
     monkeypatch.setattr("foresay_lab.training.ngrams.MAX_ENTRIES", 6)
-    assert " n-grams, dropped for want of memory after up to 2 occurrences" in built()[1]
+    shown = built(*names, "--text", "a.txt")[1]
+    assert " n-grams, dropped for want of memory after up to 2 occurrences" in shown
 
 
 WRONG = {

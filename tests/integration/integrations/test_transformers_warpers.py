@@ -198,13 +198,6 @@ BESIDE: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("beside", BESIDE, ids=str)
-def test_pairs_in_both_orders(model: PreTrainedModel, beside: dict[str, Any]) -> None:
-    for pair in itertools.permutations(PAIRED, 2):
-        for sample in (SAMPLE, GREEDY):
-            assert _distance(model, pair, {**beside, **sample}) < 1e-5, (_names(list(pair)), sample)
-
-
 def _some(dice: random.Random) -> Any:
     """A processor or warper; any of them leaves a token."""
     return dice.choice(
@@ -230,11 +223,11 @@ def _some(dice: random.Random) -> Any:
 
 
 def test_any_list(model: PreTrainedModel) -> None:
-    """200 lists of up to five, next to settings of the caller; the translation as it was fails a fifth of them at least."""
+    """Pairs in both orders, and lists of up to five, next to settings of the caller; the translation as it was fails many."""
     dice = random.Random(5)
     failed = 0
-    for _ in range(200):
-        own = [_some(dice) for _ in range(dice.randint(1, 5))]
+    some = [[_some(dice) for _ in range(dice.randint(1, 5))] for _ in range(150)]
+    for own in [*map(list, itertools.permutations(PAIRED, 2)), *some]:
         settings = {"do_sample": dice.random() < 0.8, **dice.choice(BESIDE)}
         if dice.random() < 0.3:
             settings |= {"min_new_tokens": 2, "eos_token_id": EOS}
@@ -285,6 +278,8 @@ def test_what_foresay_has_itself_is_not_called(model: PreTrainedModel) -> None:
         assert getattr(params, name) == settings[name]
     params = _ours(*_handed(model, [TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.9)], SAMPLE))
     assert (params.temperature, params.top_p, params.processors) == (0.8, 0.9, ())
+    params = _ours(*_handed(model, [RepetitionPenaltyLogitsProcessor(2.0, prompt_ignore_length=2)], SAMPLE))
+    assert len(params.processors) == 1, "a penalty that leaves out a part of the prompt is none of foresay's"
     params = _ours(*_handed(model, [TopKLogitsWarper(2)], {**SAMPLE, **settings}))
     assert [type(p) for p in params.processors] == [TopKLogitsWarper]  # only what comes before what foresay has
     assert (params.temperature, params.top_k, params.top_p) == (0.8, 5, 0.9)
@@ -302,35 +297,6 @@ def test_greedy_writes_the_same_under_every_warper(model: PreTrainedModel) -> No
         for drafter in ("none", "auto"):
             ours = {"custom_generate": foresay.generate, "drafter": drafter}
             assert model.generate(**greedy, logits_processor=own, **ours).tolist() == plain.tolist(), (own, drafter)
-
-
-def _firsts(model: PreTrainedModel, own: list[Any], settings: dict[str, Any], **ours: Any) -> set[int]:
-    torch.manual_seed(0)
-    rows = torch.tensor([PROMPT] * 300)
-    settings = {**DEFAULTS, **settings, "do_sample": True, "max_new_tokens": 1}
-    return set(model.generate(rows, logits_processor=own, **settings, **ours)[:, -1].tolist())
-
-
-@pytest.mark.parametrize(
-    ("own", "settings", "count"),
-    [
-        (TopKLogitsWarper(2), {"top_k": 50}, 2),
-        (TopPLogitsWarper(0.01), {"top_p": 0.99}, 1),
-        (TemperatureLogitsWarper(0.001), {"temperature": 0.9}, 1),
-        (MinPLogitsWarper(1.0), {"min_p": 0.01}, 1),
-    ],
-    ids=lambda value: str(value) if isinstance(value, dict | int) else type(value).__name__,
-)
-def test_the_tokens_written_are_transformers(
-    model: PreTrainedModel, own: Any, settings: dict[str, Any], count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hot = [TemperatureLogitsWarper(4.0)]  # so that every token is written where nothing cuts
-    kind = hot if not isinstance(own, TemperatureLogitsWarper) else []
-    plain = _firsts(model, [*kind, own], settings)
-    assert len(plain) == count < len(_firsts(model, kind, settings))
-    assert _firsts(model, [*kind, own], settings, custom_generate=foresay.generate) == plain
-    _as_it_was(monkeypatch)
-    assert _firsts(model, [*kind, own], settings, custom_generate=foresay.generate) != plain
 
 
 # -- a draft at work -------------------------------------------------------------------------------------------------

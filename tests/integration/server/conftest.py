@@ -40,11 +40,7 @@ def serve(model: foresay.Generator) -> Iterator[Callable[..., Running]]:
 
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: Make) -> Path:
-    folder = tiny.save(tmp_path_factory.mktemp("random"))
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return folder
+    return tiny.save(tmp_path_factory.mktemp("random"), chat=TEMPLATE)
 
 
 @pytest.fixture(scope="session")

@@ -304,6 +304,8 @@ def test_defaults_of_sampling(configured: Running) -> None:
     whole = configured.chat(ignore_eos=True).json()["usage"]
     assert whole["completion_tokens" if is_model else "total_tokens"] == (9 if is_model else CONTEXT)
     assert configured.complete(temperature=None, ignore_eos=True).json()["usage"]["completion_tokens"] == 16
+    cut = configured.complete(max_tokens=10**30, ignore_eos=True).json()
+    assert cut["choices"][0]["finish_reason"] == "length" and cut["usage"]["total_tokens"] == CONTEXT
     predicted = generator.generate("and 7", max_new_tokens=12, temperature=0.0).text
     assert configured.answer("/predict", prompt="and 7", max_tokens=12) == {"text": predicted}, "greedy"
     for fields, temperature in (({}, wanted["temperature"]), ({"temperature": 0.5}, 0.5)):

@@ -12,11 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import foresay
 from helpers import agents, tiny
 from helpers.serving import TALK, TEXT, Running, assert_refused, choice_of, events_of, named_events, sent
+from helpers.tool_chats import WEATHER
 
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "hello there"}]}]
+INPUT = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello there"}]}]
+WEATHER_CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "rome"}'}}
 RECORDED: dict[str, dict[str, Any]] = {
     "guidellm, completions": {
         "prompt": TEXT, "stream": True, "max_tokens": 4, "stop": None, "ignore_eos": True,
@@ -47,6 +49,22 @@ RECORDED: dict[str, dict[str, Any]] = {
         "frequency_penalty": 0, "logit_bias": {}, "stop": [], "logprobs": False, "top_logprobs": 0, "user": "me",
         "metadata": {"run": "7"}, "response_format": {"type": "text"}, "modalities": ["text"], "stream": False,
         "stream_options": {"include_usage": False}},
+    "Open WebUI, a chat": {
+        "messages": TALK, "stream": True, "stream_options": {"include_usage": True}, "temperature": 0.7, "top_p": 0.9,
+        "top_k": 40, "min_p": 0.0, "seed": 7, "stop": ["</s>"], "max_tokens": 4, "frequency_penalty": 0.0,
+        "presence_penalty": 0.0, "logit_bias": {"5": -50}},
+    "Open WebUI, the result of a native tool": {
+        "messages": [*TALK, {"role": "assistant", "content": "", "tool_calls": [WEATHER_CALL]},
+                     {"role": "tool", "tool_call_id": "call_1", "content": "sunny"}],
+        "tools": [WEATHER], "stream": False, "max_tokens": 4},
+    "Open WebUI, a connection of the type responses": {
+        "input": [*INPUT, {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": [
+                      {"type": "output_text", "text": "blue", "annotations": [], "logprobs": []}]}, *INPUT,
+                  {"type": "function_call", "call_id": "call_1", **WEATHER_CALL["function"]},
+                  {"type": "function_call_output", "call_id": "call_1", "output": "sunny"},
+                  {"type": "function_call_output", "call_id": "call_1", "output": [{"type": "input_text", "text": "x"}]}],
+        "instructions": "Be brief.", "tools": [{"type": "function", **WEATHER["function"], "strict": False}],
+        "stream": False, "max_output_tokens": 4},
     "legacy completions": {
         "prompt": TEXT, "max_tokens": 4, "suffix": None, "echo": False, "best_of": 1, "logprobs": None,
         "n": 1, "stop": None, "logit_bias": {}},
@@ -55,8 +73,9 @@ RECORDED: dict[str, dict[str, Any]] = {
 
 
 def answered(running: Running, body: dict[str, Any]) -> httpx.Response:
-    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    answer = running.post(path, model="tiny", **body)
+    routes = {"messages": "chat/completions", "prompt": "completions", "input": "responses"}
+    (route,) = [routes[name] for name in routes if name in body]
+    answer = running.post(f"/v1/{route}", model="tiny", **body)
     assert answer.status_code == 200, answer.text
     return answer
 
@@ -87,13 +106,6 @@ def test_a_fingerprint_names_the_configuration(server: Running) -> None:
     name = server.chat(max_tokens=2).json()["system_fingerprint"]
     assert name.startswith("fp_")
     assert {one["system_fingerprint"] for one in events_of(server.complete(max_tokens=2, stream=True))} == {name}
-
-
-def test_more_tokens_than_the_context_holds_are_cut(tmp_path: Path) -> None:
-    with Running(foresay.load(str(tiny.save(tmp_path, tiny.llama(context=96), chat=True)))) as running:
-        for most in (999_999, 10**30):
-            done = running.complete(max_tokens=most)
-            assert choice_of(done)["finish_reason"] == "length" and done.json()["usage"]["total_tokens"] == 96
 
 
 CALLS = [("weather", {"city": "Rome"}), ("time", {})]

@@ -114,41 +114,6 @@ def test_an_answer_after_reasoning(chain: Running) -> None:
     assert called.get("tool_calls") or re.fullmatch("[0-9]", called["content"])
 
 
-def outputs_of(**members: Any) -> dict[str, Any]:
-    return {"structured_outputs": members}
-
-
-CALL = {"tool_choice": "required", "tools": [{"type": "function", "name": "time"}]}
-REFUSED: list[tuple[list[str], dict[str, Any], str]] = [
-    *(([*BOTH, "responses"], outputs_of(**{name: value}), f"structured_outputs.{name}") for name, value in (
-        ("regex", "[.*"), ("regex", ""), ("choice", []), ("json", "{"), ("structural_tag", "{}"))),
-    *(([*BOTH, "responses"], outputs_of(json={}, **{name: value}), f"structured_outputs.{name}") for name, value in (
-        ("regex", "a"), ("whitespace_pattern", " "), ("disable_any_whitespace", True))),
-    *(([*BOTH, "responses"], outputs_of(**members), "structured_outputs") for members in ({}, {"json_object": False})),
-    *((BOTH, {name: value}, name) for name, value in (
-        ("guided_json", "[]"), ("guided_json", {"type": "nothing"}), ("grammar", 'root ::= "a" other'),
-        ("grammar", "start: missing"), ("guided_whitespace_pattern", " "), ("guided_regex", "a{1000}{1000}"))),
-    (BOTH, {"guided_regex": "a", "grammar": GBNF}, "grammar"),
-    (BOTH, {"response_format": {"type": "json_object"}, "guided_choice": ["a"]}, "guided_choice"),
-    (BOTH, {"guided_regex": "a", "min_tokens": 2}, "min_tokens"),
-    (["responses"], {"guided_regex": "a"}, "guided_regex"),
-    (["responses"], outputs_of(regex="a") | {"text": {"format": {"type": "json_object"}}}, "structured_outputs"),
-    (["responses"], outputs_of(regex="a") | CALL, "structured_outputs.regex"),
-    (BOTH[:1], outputs_of(regex="a") | {"tool_choice": "required", "tools": [TIME]}, "structured_outputs.regex"),
-]  # fmt: skip
-"""Routes, fields that contradict each other or have no support, and the parameter of the error."""
-
-
-@pytest.mark.parametrize(("routes", "fields", "param"), REFUSED, ids=[f"{one[2]} {i}" for i, one in enumerate(REFUSED)])
-def test_contradictions_and_members_without_support(
-    routes: list[str], fields: dict[str, Any], param: str, server: Running
-) -> None:
-    for route in routes:
-        name = {"chat/completions": "messages", "completions": "prompt", "responses": "input"}[route]
-        prompt = TALK if name == "messages" else "hello"
-        assert_refused(server.post(f"/v1/{route}", **{name: prompt}, **fields), param)
-
-
 GOOD = {"enum": ["yes", "no"]}
 
 

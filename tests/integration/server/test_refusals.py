@@ -146,6 +146,34 @@ OTHERS: dict[str, list[tuple[dict[str, Any], str]]] = {
 """Route -> changes of its request, and the parameter of the error."""
 
 
+BOTH = ["chat/completions", "completions"]
+
+
+def outputs_of(**members: Any) -> dict[str, Any]:
+    return {"structured_outputs": members}
+
+
+CALL = {"tool_choice": "required", "tools": [{"type": "function", "name": "time"}]}
+CONSTRAINTS: list[tuple[list[str], dict[str, Any], str]] = [
+    *(([*BOTH, "responses"], outputs_of(**{name: value}), f"structured_outputs.{name}") for name, value in (
+        ("regex", "[.*"), ("regex", ""), ("choice", []), ("json", "{"), ("structural_tag", "{}"))),
+    *(([*BOTH, "responses"], outputs_of(json={}, **{name: value}), f"structured_outputs.{name}") for name, value in (
+        ("regex", "a"), ("whitespace_pattern", " "), ("disable_any_whitespace", True))),
+    *(([*BOTH, "responses"], outputs_of(**members), "structured_outputs") for members in ({}, {"json_object": False})),
+    *((BOTH, {name: value}, name) for name, value in (
+        ("guided_json", "[]"), ("guided_json", {"type": "nothing"}), ("grammar", 'root ::= "a" other'),
+        ("grammar", "start: missing"), ("guided_whitespace_pattern", " "), ("guided_regex", "a{1000}{1000}"))),
+    (BOTH, {"guided_regex": "a", "grammar": 'root ::= "a"'}, "grammar"),
+    (BOTH, {"response_format": {"type": "json_object"}, "guided_choice": ["a"]}, "guided_choice"),
+    (BOTH, {"guided_regex": "a", "min_tokens": 2}, "min_tokens"),
+    (["responses"], {"guided_regex": "a"}, "guided_regex"),
+    (["responses"], outputs_of(regex="a") | {"text": {"format": {"type": "json_object"}}}, "structured_outputs"),
+    (["responses"], outputs_of(regex="a") | CALL, "structured_outputs.regex"),
+    (["chat/completions"], outputs_of(regex="a") | {"tool_choice": "required", "tools": [TIME]}, "structured_outputs.regex"),
+]  # fmt: skip
+"""Routes, constraints of the output that contradict each other or have no support, and the parameter of the error."""
+
+
 def within(field: str, value: Any) -> dict[str, Any]:
     """A body with a value of a field."""
     for name in reversed(field.split(".")):
@@ -156,6 +184,7 @@ def within(field: str, value: Any) -> dict[str, Any]:
 CASES = [
     *((route, within(name, one), name) for route, some in VALUES.items() for name, bad in some.items() for one in bad),
     *((route, *one) for route, some in OTHERS.items() for one in some),
+    *((route, *one) for routes, *one in CONSTRAINTS for route in routes),
 ]
 
 

@@ -11,11 +11,8 @@ from unittest.mock import patch
 import pytest
 
 import foresay
-from foresay.errors import VocabularyMismatchError
 from foresay.spec.remembering import remembering
 from foresay.text import schema_compiler
-from helpers import tiny
-from helpers.families import make
 from helpers.refusals import refused, refuses
 from helpers.serving import TALK, Running
 
@@ -184,17 +181,6 @@ def test_prompts_are_left_out_on_demand(started: Any) -> None:
     assert passes(running, echo=True)[1]
     kept = [one.tolist() for texts in running.model.memories[0].owners().values() for one in texts]
     assert len(kept) == 1 and len(kept[0]) == 30 and kept[0] != PROMPT[: len(kept[0])]
-
-
-def test_memories_of_other_models_are_refused(started: Any, tmp_path: Path) -> None:
-    started()
-    tokenizer = tiny.tokenizer(chat=True)
-    tokenizer.add_tokens(["another"])
-    other = tmp_path / "other"
-    make("llama", vocab_size=len(tokenizer)).save_pretrained(other)
-    tokenizer.save_pretrained(other)
-    with pytest.raises(VocabularyMismatchError, match="another vocabulary"):
-        foresay.load(str(other), memory=tmp_path / "m")
 
 
 def test_a_draft_model_is_used_where_nothing_matches(started: Any, chat_folder: Path) -> None:

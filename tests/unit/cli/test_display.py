@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
 import re
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import click
 import pytest
@@ -19,6 +15,7 @@ from foresay.cli.colours import coloured, legend
 from foresay.cli.progress import advancing, loading, note
 from foresay.decoding.outcome import Origin
 from foresay.text.stream import Piece
+from helpers import tiny
 from helpers.waiting import wait_until
 
 HEADINGS = ("method", "tokens", "tokens/s")
@@ -100,30 +97,6 @@ def test_brackets_stand_for_colours(colours: str | None, text: str, names: list[
 _CODES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
-@contextmanager
-def terminal(patch: pytest.MonkeyPatch, columns: int) -> Iterator[Callable[[], list[str]]]:
-    """A terminal as standard error. Yield a function that returns the lines written so far; a redrawn line counts again."""
-    ours, theirs = os.openpty()
-    written: list[bytes] = []
-    reader = threading.Thread(target=lambda: written.extend(iter(lambda: received(ours), b"")))
-    reader.start()
-    with patch.context() as during:
-        during.setenv("COLUMNS", str(columns))
-        during.setenv("TERM", "xterm")
-        with os.fdopen(theirs, "w") as stream:
-            during.setattr(sys, "stderr", stream)
-            yield lambda: lines(written)
-    reader.join()
-    os.close(ours)
-
-
-def received(terminal: int) -> bytes:
-    try:
-        return os.read(terminal, 4096)
-    except OSError:  # closed on the other side
-        return b""
-
-
 def lines(written: list[bytes]) -> list[str]:
     text = _CODES.sub("", b"".join(written).decode(errors="replace"))
     return [line.rstrip() for line in re.split(r"[\r\n]+", text) if line.strip()]
@@ -131,10 +104,10 @@ def lines(written: list[bytes]) -> list[str]:
 
 @pytest.mark.parametrize("columns", [40, 80])
 def test_a_bar_names_the_time_left(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    with terminal(monkeypatch, columns) as seen, advancing("Recording") as advance:
+    with tiny.terminal(monkeypatch, COLUMNS=str(columns)) as written, advancing("Recording") as advance:
         for done in range(4):
             advance(done, 4, "a note of about thirty columns")
-    shown = seen()
+    shown = lines(written)
     assert all(len(line) <= columns for line in shown)
     whole = [line for line in shown if "/4" in line]
     assert whole and all(re.search(r"^Recording \S+ +\d/4 [-:\d]+ left( a|$)", line) for line in whole), shown
@@ -149,10 +122,10 @@ def test_a_line_printed_meanwhile_is_a_line(
     monkeypatch: pytest.MonkeyPatch, write: Callable[[str], None], apart: bool
 ) -> None:
     """click finds the terminal itself, past the display."""
-    with terminal(monkeypatch, 80) as seen, loading("Running 3 live"):
-        wait_until(lambda: any("Running" in line for line in seen()), "the first display")
+    with tiny.terminal(monkeypatch, COLUMNS="80") as written, loading("Running 3 live"):
+        wait_until(lambda: any("Running" in line for line in lines(written)), "the first display")
         write("live: suffix 1.20x")
-    assert ("live: suffix 1.20x" in seen()) == apart, seen()
+    assert ("live: suffix 1.20x" in lines(written)) == apart, lines(written)
 
 
 def test_a_pipe_gets_lines_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,18 +41,6 @@ HOSTILE: dict[str, tuple[type[Fields], dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_large_invalid_body_gives_few_errors(name: str) -> None:
-    """Collecting an error for each of millions of items stopped the event loop for many seconds."""
-    kind, body, param = HOSTILE[name]
-    with pytest.raises(ApiError) as refused:
-        read(kind, json.dumps(body).encode())
-    error = refused.value.__context__
-    assert isinstance(error, pydantic.ValidationError) and error.error_count() <= 10
-    assert refused.value.status == 400 and refused.value.param == param
-    assert len(refused.value.message) <= MAX_MESSAGE
-
-
 def test_as_many_as_may_be_are_taken() -> None:
     assert len(read(ChatRequest, json.dumps({"messages": [USER] * 4096}).encode()).messages) == 4096
     assert len(read(CompletionRequest, json.dumps({"prompt": [7] * 100_000}).encode()).prompt) == 100_000
@@ -89,12 +77,18 @@ REFUSED: list[tuple[type[Fields], dict[str, Any], str, str]] = [
 """Fields, a body, the parameter of its error, and words of its message: the field, the value and what it should be."""
 
 
-@pytest.mark.parametrize(("kind", "body", "param", "said"), REFUSED, ids=[one[2][:30] for one in REFUSED])
+@pytest.mark.parametrize(
+    ("kind", "body", "param", "said"),
+    [*((*one, "") for one in HOSTILE.values()), *REFUSED],
+    ids=[*HOSTILE, *(one[2][:30] for one in REFUSED)],
+)
 def test_the_first_wrong_field_is_named(kind: type[Fields], body: dict[str, Any], param: str, said: str) -> None:
+    """By few errors: collecting one for each of millions of items stopped the event loop for many seconds."""
     with pytest.raises(ApiError) as refused:
         read(kind, json.dumps(body).encode())
-    told = refused.value.body()["error"]
+    told, cause = refused.value.body()["error"], refused.value.__context__
     assert (refused.value.status, told["param"]) == (400, param) and said in refused.value.message
+    assert cause.error_count() <= 10 if isinstance(cause, pydantic.ValidationError) else said
     assert len(told["message"]) <= MAX_MESSAGE and len(told["param"]) <= MAX_MESSAGE
     json.dumps(told, ensure_ascii=False).encode("utf-8")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -37,27 +36,6 @@ def mask(processor: JsonMask, written: list[int]) -> list[bool]:
     return torch.isfinite(out[0]).tolist()
 
 
-def test_masks_after_draft_tokens_that_were_taken_back_are_those_of_a_fresh_one() -> None:
-    tokenizer, chance = tiny.tokenizer(), random.Random(0)
-    schema = {**SCHEMA, "additionalProperties": False}
-    grammar, one = Grammar(schema, tokenizer, len(tokenizer), [0]), make(tokenizer, schema)
-    lengths = set()
-    for _ in range(6):
-        written: list[int] = []
-        while not written or written[-1] != 0:
-            allowed = [i for i, good in enumerate(mask(one, written)) if good]
-            assert mask(grammar.mask_after(len(PROMPT)), written) == mask(one, written)
-            wrong = next(i for i in range(4, 250) if i not in allowed)
-            for draft_tokens in ([chance.choice(allowed), chance.choice(allowed)], [wrong], [wrong, wrong]):
-                seen = mask(one, written + draft_tokens)  # as a pass over draft tokens does
-                assert all(seen) or draft_tokens[0] != wrong
-            written.append(0 if 0 in allowed else chance.choice(allowed))
-        text = tokenizer.decode(written[:-1])
-        assert text.strip().startswith("{") and text.strip().endswith("}")
-        lengths.add(len(written))
-    assert len(lengths) > 1
-
-
 def test_an_end_is_allowed_where_it_may_end() -> None:
     tokenizer = tiny.tokenizer()
     for text, ends in (("", False), ('{"a":', False), ('{"a":1', False), ('{"a":1}', True), ('{"a":12}', True)):
@@ -87,25 +65,6 @@ def test_schemas_that_are_refused() -> None:
         make(tiny.tokenizer(), {"type": "number", "multipleOf": number})
     for schema in ({"properties": {"multipleOf": {"type": "integer"}}}, {"const": {"multipleOf": 9999991}}):
         make(tiny.tokenizer(), schema)
-
-
-def test_forced_tokens_are_what_only_may_come() -> None:
-    tokenizer = tiny.tokenizer()
-    properties = {"hello": {"enum": ["hello", "hell"]}}
-    schema = {"type": "object", "properties": properties, "required": ["hello"], "additionalProperties": False}
-    one, written, forced = make(tokenizer, schema), list[int](), 0
-    while not written or written[-1] != 0:
-        found = one.forced_tokens(written)
-        assert make(tokenizer, schema).forced_tokens(written) == found, "however it was come by"
-        allowed = [i for i, good in enumerate(mask(one, written)) if good]
-        assert not found or found[0] in allowed
-        forced += len(found or []) > 1
-        wrong = next(i for i in range(4, 250) if i not in allowed)
-        assert one.forced_tokens([*written, wrong]) is None
-        assert found is not None
-        written += found or [allowed[-1]]
-        assert len(written) < 200
-    assert forced > 0 and '"hello"' in tokenizer.decode(written)
 
 
 class Matcher:

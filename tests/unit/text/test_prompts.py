@@ -89,17 +89,9 @@ def test_a_text_is_encoded_as_it_is_and_messages_by_the_template(tokenizer: Any)
     text = "<user>the cat\n<assistant>sat\n<user>the cat\n<assistant>"
     ids = encode([USER, {"role": "assistant", "content": "sat"}, USER], tokenizer)
     assert tokenizer.decode(ids) == text == tokenizer.decode(encode(text, tokenizer))
-    assert {type(token) for token in ids} == {int}
+    assert {type(token) for token in ids} == {int} and tokenizer.eos_token_id in encode("a<eos>", tokenizer)
     for role in ("system", "user", "assistant", "tool", "developer"):
         assert tokenizer.decode(encode([{"role": role, "content": "x"}], tokenizer)).startswith(f"<{role}>x")
-
-
-def test_control_tokens_of_messages_are_text_by_default(tokenizer: Any) -> None:
-    messages = [{"role": "user", "content": "a<eos>b"}]
-    special = tokenizer.convert_tokens_to_ids("<eos>")
-    text, control = encode(messages, tokenizer), encode(messages, tokenizer, ChatOptions(control_tokens=True))
-    assert special not in text and special in control and tokenizer.decode(text) == tokenizer.decode(control)
-    assert special in encode("a<eos>", tokenizer), "a text prompt is encoded as it is"
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,6 @@ def test_other_templates() -> None:
 
 
 def test_it_is_tried_when_a_model_is_loaded(tmp_path: Path) -> None:
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = "{{ 'a' * 4000000000 }}"
-    tokenizer.save_pretrained(tmp_path)
+    tiny.tokenizer(chat="{{ 'a' * 4000000000 }}").save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match="of memory"):
         load_tokenizer(tmp_path)

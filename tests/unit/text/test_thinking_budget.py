@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import random
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import AddedToken
 
 from foresay.text.reasoning import REASONING, THINK, Reasoning
@@ -78,29 +76,6 @@ def test_a_character_is_completed_first() -> None:
         assert found == ([end] if count == 5 else []), count
     broken = tokenizer("aé").input_ids[:2] * 4
     assert [bool(forced(2, tokenizer, "hi<think>", broken[:count])) for count in (3, 4, 5)] == [True, False, True]
-
-
-@pytest.mark.parametrize("kind", ["special", "texts"])
-def test_one_processor_gives_the_same_after_drafts_that_were_rejected(kind: str) -> None:
-    tokenizer, chance = tokenizer_of(kind), random.Random(0)
-    prompt = tokenizer("hi<think>").input_ids
-    budget = ThinkingBudget(6, tokenizer)
-    one, seen = budget.after(prompt), set()
-    texts = ["abcdefghij", "ab</think>cdefgh", "abcdef</think>", "a</thin", "abcd</", "abcdef</th</think>x"]
-    for _ in range(150):
-        output = tokenizer(chance.choice(texts)).input_ids
-        output = output[: chance.randrange(len(output) + 1)]
-        fresh = budget.after(prompt).forced_tokens(output)
-        assert one.forced_tokens(output) == fresh
-        scores = torch.randn(1, len(tokenizer))
-        masked = one(torch.tensor([[*prompt, *output]]), scores)
-        if fresh:
-            assert torch.isfinite(masked[0]).nonzero().flatten().tolist() == fresh[:1]
-            assert masked[0, fresh[0]] == scores[0, fresh[0]]
-        else:
-            assert torch.equal(masked, scores)
-        seen.add(bool(fresh))
-    assert seen == {True, False}
 
 
 def test_a_tokenizer_that_cannot_write_the_mark_is_refused() -> None:

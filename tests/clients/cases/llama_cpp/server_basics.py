@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from clients.cases.bodies import AUTHORIZED, ORIGIN, complete, get, post
-from clients.cases.case import Request, cases, different, refused
+from clients.cases.case import NO_ROUTE, Request, cases, different, refused
 from clients.cases.expect import count, equals, error, has, header, lacks, ok, status, text, that, written
 
 COMPLETION = "/completion"
 BASIC = cases({
     "a started server is healthy": get("/health"),
-    "properties": (get("/props"), has("model_path"), has("total_slots"), refused("/props")),
-    "the list of models without the prefix v1": (get("/models"), count("data", 1), refused("/models")),
+    "properties": (get("/props"), NO_ROUTE),
+    "the list of models without the prefix v1": (get("/models"), NO_ROUTE),
     "the list of models": (get("/v1/models"), equals("data.0.id", "tiny")),
-    "slots that are not enabled": (get("/slots"), status(501), has("error"), refused("/slots")),
-    "slots": (get("/slots"), has("0.n_ctx"), refused("/slots")),
-    "a completion by the server's own route": (post(COMPLETION, {"prompt": "Hello", "n_predict": 16}),
-        text("content"), refused(COMPLETION)),
+    "slots that are not enabled": (get("/slots"), NO_ROUTE),
+    "slots": (get("/slots"), NO_ROUTE),
+    "a completion by the server's own route": (post(COMPLETION, {"prompt": "Hello", "n_predict": 16}), NO_ROUTE),
     "a greedy completion of 16 tokens": (complete("Hello", max_tokens=16, temperature=0), text("choices.0.text")),
     "the page at the root": (get("/"), written("(?i)<!doctype html>")),
     "aliases and tags of a model": (get("/v1/models"), has("data.0.aliases"), has("data.0.tags"),
@@ -62,12 +61,11 @@ SECURITY = cases({
     "credentials of an allowed origin": (_preflight(ORIGIN), status(200),
         header("access-control-allow-credentials", "true"),
         different("Keys are sent as headers, so credentials such as cookies are not allowed."), "origins"),
-    "an image file of the server": (post("/v1/chat/completions",
-        {"messages": [{"role": "user", "content": [{"type": "image_url",
-        "image_url": {"url": "file://a.jpeg"}}]}]}), error(400), refused("messages.content.type")),
-    "an image of a path with two dots": (post("/v1/chat/completions",
-        {"messages": [{"role": "user", "content": [{"type": "image_url",
-        "image_url": {"url": "file://../a.jpeg"}}]}]}), error(400), refused("messages.content.type")),
+    "an image file of the server": (post("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type":
+        "image_url", "image_url": {"url": "file://a.jpeg"}}]}]}), error(400), refused("messages.content.type")),
+    "an image of a path with two dots": (post("/v1/chat/completions", {"messages": [{"role": "user", "content":
+        [{"type": "image_url", "image_url": {"url": "file://../a.jpeg"}}]}]}), error(400),
+        refused("messages.content.type")),
 })  # fmt: skip
 AGAIN = complete("I believe the meaning of life is", temperature=0, max_tokens=8)
 METRICS = cases({
@@ -78,21 +76,21 @@ METRICS = cases({
         different("Metrics have the counters of prompt tokens and of cached ones, from which the ratio follows.")),
 })  # fmt: skip
 SLEEP = cases({
-    "whether a server sleeps": (get("/props"), has("is_sleeping"), refused("/props")),
+    "whether a server sleeps": (get("/props"), NO_ROUTE),
     "health of an idle server": get("/health"),
     "models of an idle server": (get("/v1/models"), equals("data.0.id", "tiny")),
 })  # fmt: skip
 PROXY = cases({
-    "a proxy that is not enabled": (get("/cors-proxy"), status(403), refused("/cors-proxy")),
-    "a proxy": (get("/cors-proxy?url=http://127.0.0.1:1/"), status(400), has("error"), refused("/cors-proxy")),
+    "a proxy that is not enabled": (get("/cors-proxy"), NO_ROUTE),
+    "a proxy": (get("/cors-proxy?url=http://127.0.0.1:1/"), NO_ROUTE),
 })  # fmt: skip
 ROUTER = cases({
-    "properties of a router": (get("/props"), equals("role", "router"), refused("/props")),
+    "properties of a router": (get("/props"), NO_ROUTE),
     "a chat of a model that does not exist": (post("/v1/chat/completions",
         {"model": "non-existent/model", "messages": [{"role": "user", "content": "hello"}], "stream": True}),
         error(404, "non-existent/model")),
-    "load a model": (post("/models/load", {"model": "tiny"}), equals("success", True), refused("/models/load")),
-    "unload a model": (post("/models/unload", {"model": "tiny"}), equals("success", True), refused("/models/unload")),
+    "load a model": (post("/models/load", {"model": "tiny"}), NO_ROUTE),
+    "unload a model": (post("/models/unload", {"model": "tiny"}), NO_ROUTE),
     "a request without a key": (post("/v1/chat/completions",
         {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}), error(401),
         equals("error.type", "authentication_error"), "keys"),
@@ -101,11 +99,11 @@ ROUTER = cases({
         headers=AUTHORIZED), lacks("error"), "keys"),
 })  # fmt: skip
 STREAM = cases({
-    "a stream is resumed": (get("/v1/stream?conv_id=a&from=0"), refused("/v1/stream")),
-    "a stream is stopped": (Request(method="DELETE", path="/v1/stream?conv_id=a"), status(204), refused("/v1/stream")),
+    "a stream is resumed": (get("/v1/stream?conv_id=a&from=0"), NO_ROUTE),
+    "a stream is stopped": (Request(method="DELETE", path="/v1/stream?conv_id=a"), NO_ROUTE),
 })  # fmt: skip
 TOOLS = cases({
-    "a tool that the server runs": (post("/tools", {"tool": "read_file", "params": {"path": "a"}}), refused("/tools")),
+    "a tool that the server runs": (post("/tools", {"tool": "read_file", "params": {"path": "a"}}), NO_ROUTE),
 })  # fmt: skip
 SUITES = {
     "test_basic.py": BASIC,

@@ -4,29 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from clients.cases.bodies import FLAG, TALK, WEATHER, call, chat
+from clients.cases.bodies import FLAG, TALK, WEATHER, call, chat, tool
 from clients.cases.case import Request, cases, different
 from clients.cases.expect import count, each, empty, equals, error, json_text, lacks, no_more, ok, text, that
 
-CODE: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "python",
-        "description": "Runs code.",
-        "parameters": {
-            "type": "object",
-            "properties": {"code": {"type": "string", "maxLength": 9}},
-            "required": ["code"],
-            "additionalProperties": False,
-        },
-    },
-}
+CODE = tool("python", {"code": {"type": "string", "maxLength": 9}})
 CALLS = "choices.0.message.tool_calls"
 
 
-def required(tool: Any, **fields: Any) -> Request:
+def required(one: Any, **fields: Any) -> Request:
     return chat(
-        TALK, tools=[tool], tool_choice="required", parallel_tool_calls=False, max_tokens=300, temperature=0, **fields
+        TALK, tools=[one], tool_choice="required", parallel_tool_calls=False, max_tokens=300, temperature=0, **fields
     )
 
 

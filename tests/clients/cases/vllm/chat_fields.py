@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from clients.cases.bodies import HELLO, chat, post
-from clients.cases.case import Request, cases, different, refused
-from clients.cases.expect import count, differs, each, empty, error, fails, has, integer, same, text
+from clients.cases.case import NO_ROUTE, Request, cases, different, refused
+from clients.cases.expect import count, differs, each, error, fails, has, integer, same, text
 from clients.cases.vllm.chats import CONTENT, SCHEMA, SCORED, structured
 
 BIAS = cases({
@@ -27,15 +27,11 @@ SAYING = "An apple a day, keeps"
 SAID = [{"role": "user", "content": "a saying?"}, {"role": "assistant", "content": SAYING}]
 CONTINUED = {"continue_final_message": True, "add_generation_prompt": False, "max_tokens": 8}
 ECHO = cases({
-    "a message that is continued and repeated": (chat(SAID, echo=True, **CONTINUED), text(CONTENT, SAYING),
-        refused("echo")),
+    "a message that is continued and repeated": (chat(SAID, echo=True, **CONTINUED), refused("echo")),
     "a message that is continued": (chat(SAID, echo=False, **CONTINUED), text(CONTENT)),
-    "log-probabilities of all tokens of the prompt": (chat(prompt_logprobs=-1), has("prompt_logprobs.0"),
-        refused("prompt_logprobs")),
-    "log-probabilities of all tokens": (chat(max_tokens=1, top_logprobs=-1, logprobs=True), has(SCORED),
-        refused("top_logprobs")),
-    "log-probabilities that are a text": (chat(max_tokens=1, top_logprobs=1, logprobs="true"), has(SCORED),
-        refused("logprobs")),
+    "log-probabilities of all tokens of the prompt": (chat(prompt_logprobs=-1), refused("prompt_logprobs")),
+    "log-probabilities of all tokens": (chat(max_tokens=1, top_logprobs=-1, logprobs=True), refused("top_logprobs")),
+    "log-probabilities that are a text": (chat(max_tokens=1, top_logprobs=1, logprobs="true"), refused("logprobs")),
 })  # fmt: skip
 CUT = {"max_tokens": 1, "truncate_prompt_tokens": 4, "truncation_side": "right"}
 BAD = {**SCHEMA, "properties": {"foo": "bar"}}
@@ -76,10 +72,9 @@ THINKING = cases({
 REASONED = "choices.0.message.reasoning_content"
 REASONING = cases({
     "reasoning is included": (chat(include_reasoning=True, temperature=0), text(REASONED), text(CONTENT), "thinks"),
-    "reasoning is left out": (chat(include_reasoning=False, temperature=0), empty(REASONED), text(CONTENT),
-        refused("include_reasoning"), "thinks"),
+    "reasoning is left out": (chat(include_reasoning=False, temperature=0), refused("include_reasoning"), "thinks"),
     "reasoning is left out of a stream": (chat(include_reasoning=False, temperature=0, stream=True),
-        empty("reasoning"), text("texts.0"), refused("include_reasoning"), "thinks"),
+        refused("include_reasoning"), "thinks"),
     "reasoning by default": (chat(temperature=0), text(REASONED), text(CONTENT), "thinks"),
     "a stream of reasoning by default": (chat(temperature=0, stream=True), text("reasoning"), text("texts.0"),
         "thinks"),
@@ -89,14 +84,14 @@ REASONING = cases({
 IDS = [100, 200, 210]
 PINNED = {"max_tokens": 1, "temperature": 0, "logprobs": True}
 NUMBERED = cases({
-    "log-probabilities of chosen ids": (chat(**PINNED, top_logprobs=3, logprob_token_ids=IDS), count(SCORED, 3),
+    "log-probabilities of chosen ids": (chat(**PINNED, top_logprobs=3, logprob_token_ids=IDS),
         refused("logprob_token_ids")),
     "likeliest tokens without chosen ids": (chat(**PINNED, top_logprobs=5), count(SCORED, 5),
         each(f"{SCORED}.*.logprob", "<= 0", lambda one: one <= 0)),
 })  # fmt: skip
 LANGUAGES = [{"role": "user", "content": [{"type": "text", "text": "A fox.", "source_lang_code": "en"}]}]
 EXTRA = cases({
-    "a field of a part that only a template reads": (chat(LANGUAGES, max_tokens=4), text(CONTENT),
+    "a field of a part that only a template reads": (chat(LANGUAGES, max_tokens=4),
         refused("messages.content.source_lang_code")),
 })  # fmt: skip
 WITHOUT = cases({
@@ -119,8 +114,7 @@ FORCED = cases({
 ROOTS = cases({
     "a chat with a wrong key": (post("/v1/chat/completions", {"messages": HELLO},
         headers={"Authorization": "Bearer abc"}), error(401), "keys"),
-    "a path before the routes": (post("/llm/v1/chat/completions", {"messages": HELLO}),
-        refused("/llm/v1/chat/completions")),
+    "a path before the routes": (post("/llm/v1/chat/completions", {"messages": HELLO}), NO_ROUTE),
 })  # fmt: skip
 EFFORTS = cases({
     **{f"an effort of {effort}": (chat(HELLO, reasoning_effort=effort, max_tokens=4), text(CONTENT), "efforts")
@@ -132,8 +126,7 @@ EFFORTS = cases({
         chat(HELLO, reasoning_effort="none", chat_template_kwargs={"enable_thinking": True}, max_tokens=1)],
         differs("usage.prompt_tokens"), "efforts"),
     "an effort and a keyword that no template reads": (chat(HELLO, reasoning_effort="none",
-        chat_template_kwargs={"custom_key": "value"}, max_tokens=4), text(CONTENT),
-        refused("chat_template_kwargs"), "efforts"),
+        chat_template_kwargs={"custom_key": "value"}, max_tokens=4), refused("chat_template_kwargs"), "efforts"),
     "an effort of none turns thoughts off": ([chat(HELLO, reasoning_effort="none", max_tokens=1),
         chat(HELLO, reasoning_effort="none", chat_template_kwargs={"enable_thinking": False}, max_tokens=1)],
         same("usage.prompt_tokens"), "efforts"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from clients.cases.bodies import SEARCH, chat, get, post
-from clients.cases.case import Case, From, cases, refused
-from clients.cases.expect import at_least, equals, has, lacks, ok, same, text, that
+from clients.cases.case import NO_ROUTE, Case, From, cases, refused
+from clients.cases.expect import equals, lacks, ok, same, text, that
 
 PROMPT = "vllm1 This is a test prompt."
 TALK = [
@@ -38,8 +38,8 @@ TOKENIZATION = [
             equals("max_model_len", 4096), lacks("token_strs")),
         "token ids of a text with special tokens": (post("/tokenize",
             {"prompt": PROMPT, "add_special_tokens": True}), COUNTED),
-        "token ids of a text without special tokens": (post("/tokenize",
-            {"prompt": PROMPT, "add_special_tokens": False}), COUNTED, refused("add_special_tokens")),
+        "token ids of a text without special tokens": (post("/tokenize", {"prompt": PROMPT, "add_special_tokens":
+            False}), refused("add_special_tokens")),
     }),
     _chat("token ids of messages", "<assistant>"),
     _chat("token ids of messages with the generation prompt", "<assistant>", add_generation_prompt=True),
@@ -47,16 +47,16 @@ TOKENIZATION = [
     _chat("token ids of messages whose last is continued", "Sure,", SURE,
         continue_final_message=True, add_generation_prompt=False),
     *cases({
-        "token ids of messages without special tokens": (post("/tokenize",
-            {"messages": TALK, "add_special_tokens": False}), COUNTED, refused("add_special_tokens")),
+        "token ids of messages without special tokens": (post("/tokenize", {"messages": TALK, "add_special_tokens":
+            False}), refused("add_special_tokens")),
         "token ids of messages and tools": ([post("/tokenize", {"messages": TALK, "tools": [SEARCH]}),
             chat(TALK, tools=[SEARCH], max_tokens=1)], COUNTED, same("count", "usage.prompt_tokens"), "tools"),
         "texts of tokens": (post("/tokenize", {"prompt": PROMPT, "return_token_strs": True}),
-            at_least("token_strs", 3), refused("return_token_strs")),
+            refused("return_token_strs")),
         "a text of token ids": ([post("/tokenize", {"prompt": PROMPT}),
             post("/detokenize", {"model": "tiny", "tokens": From(0, "tokens")})], equals("prompt", PROMPT)),
-        "properties of the tokenizer": (get("/tokenizer_info"), text("tokenizer_class"), refused("/tokenizer_info")),
-        "the chat template": (get("/tokenizer_info"), has("chat_template"), refused("/tokenizer_info")),
+        "properties of the tokenizer": (get("/tokenizer_info"), NO_ROUTE),
+        "the chat template": (get("/tokenizer_info"), NO_ROUTE),
     }),
 ]  # fmt: skip
 SUITES = {"serve/tokenize/test_tokenization.py": TOKENIZATION}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from clients.cases.bodies import HELLO, SEARCH, TALK, WEATHER, call, chat, choice
+from clients.cases.bodies import HELLO, SEARCH, TALK, WEATHER, call, chat, choice, tool
 from clients.cases.case import Request, cases, different
 from clients.cases.expect import count, each, empty, equals, error, json_text, lacks, no_more, same, text, that
 
@@ -26,10 +26,6 @@ TWO_RESULTS = [
     {"role": "tool", "tool_call_id": "call_a", "content": "98 degrees"},
     {"role": "tool", "tool_call_id": "call_b", "content": "78 degrees"},
 ]
-
-
-def _calls(body: Any) -> list[Any]:
-    return [one["arguments"] for one in body["calls"]]
 
 
 WRITTEN = cases({
@@ -116,10 +112,7 @@ def _is_weather(found: Any) -> bool:
 
 
 NAMED = choice("get_current_weather")
-TIME: dict[str, Any] = {
-    "type": "function",
-    "function": {"name": "time", "parameters": {"type": "object", "properties": {}, "required": []}},
-}
+TIME = tool("time", {})
 CALLING = cases({
     "a choice of auto": (chat(TALK, tools=BOTH, tool_choice="auto", temperature=0), count(CALLS, 1),
         text("choices.0.message.reasoning_content"), "calls"),

@@ -243,17 +243,6 @@ def test_models_without_tools() -> None:
         format_of(tokenizer("{{ tools }}"))
 
 
-def test_only_special_tokens_have_to_be_made_visible() -> None:
-    chosen = FORMATS["mistral_named"]
-    one = tokenizer(None, "[TOOL_CALLS]")
-    assert visible_ids(chosen, one) == (one.convert_tokens_to_ids("[TOOL_CALLS]"),)
-    for other in (tokenizer(None, "[TOOL_CALLS]", special=False), tokenizer(None)):
-        assert visible_ids(chosen, other) == ()
-    both = tokenizer(None, "[TOOL_CALLS]", "</think>")
-    assert len(visible_ids(chosen, both)) == len(visible_ids(None, both, reasoning=THINK)) == 1
-    assert len(visible_ids(chosen, both, reasoning=THINK)) == 2 and visible_ids(None, both) == ()
-
-
 def output(name: str, *calls: tuple[str, dict[str, Any]]) -> str:
     return written(FORMATS[name], *calls)
 

@@ -13,7 +13,7 @@ import pytest
 
 from foresay.text.reasoning import THINK
 from foresay.text.tool_calls import parsers
-from foresay.text.tool_calls.calls import CallPiece, Pieces
+from foresay.text.tool_calls.calls import Pieces
 from foresay.text.tool_calls.families import FORMATS
 from foresay.text.tool_calls.message import MessageParser
 from foresay.text.tool_calls.parsers import Reader
@@ -294,13 +294,6 @@ def test_reasoning(step: int) -> None:
     assert read("", "a </think> b", step, reasoning=THINK)[:2] == ("b", "a ")
     assert read("", "<think>a</think>\nb", step, reasoning=THINK)[:2] == ("b", "a")
     assert read("", "<think>a</think>\nb", step)[:2] == ("<think>a</think>\nb", ""), "control: without reasoning"
-
-
-def test_pieces_of_one_call_become_one() -> None:
-    """Some clients read only the first piece of a call in an event."""
-    pieces = Pieces("a", calls=[CallPiece(0, "f", "{")])
-    pieces.add(Pieces("b", calls=[CallPiece(0, None, '"x": 1'), CallPiece(0, None, "}"), CallPiece(1, "g", "{}")]))
-    assert pieces == Pieces("ab", calls=[CallPiece(0, "f", '{"x": 1}'), CallPiece(1, "g", "{}")])
 
 
 PARTS = (

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from foresay.text.tool_calls.loose_json import LooseJson
 from foresay.text.tool_calls.schema_types import Allowed
 
-
-def anything(chance: random.Random, depth: int = 0) -> Any:
-    texts = ['a"b', "}]{[", "\\", '\\\\"', "ü\n😀", ",:", ""]
-    kind = chance.randrange(7 if depth < 3 else 5)
-    if kind == 5:
-        return [anything(chance, depth + 1) for _ in range(chance.randrange(4))]
-    if kind == 6:
-        return {f"{chance.choice(texts)}{i}": anything(chance, depth + 1) for i in range(chance.randrange(4))}
-    return [chance.choice(texts), chance.random(), chance.randrange(-9, 99), True, None][kind]
+TEXTS = st.sampled_from(['a"b', "}]{[", "\\", '\\\\"', "ü\n😀", ",:", ""])
+ANYTHING = st.recursive(
+    TEXTS | st.floats(0, 1) | st.integers(-9, 99) | st.booleans() | st.none(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=8,
+)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_members_of_any_object_cut_anywhere(seed: int) -> None:
-    chance = random.Random(seed)
-    value = {f"k{i}": anything(chance) for i in range(chance.randrange(5))}
-    text = " \n" + json.dumps(value, ensure_ascii=chance.random() < 0.5, indent=chance.choice([None, 2])) + " rest {"
+@given(value=st.dictionaries(st.sampled_from("abcd"), ANYTHING), ascii=st.booleans(), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_members_of_any_object_cut_anywhere(value: dict[str, Any], ascii: bool, data: st.DataObject) -> None:
+    text = " \n" + json.dumps(value, ensure_ascii=ascii, indent=data.draw(st.sampled_from([None, 2]))) + " rest {"
+    steps = data.draw(st.lists(st.integers(1, 8), min_size=1, max_size=9))
     found, at, grown, rest = LooseJson(), 0, dict.fromkeys(value, ""), ""
-    while at < len(text):
-        part = text[at : at + chance.randrange(1, 9)]
+    for step in itertools.cycle(steps):
+        if at >= len(text):
+            break
+        part = text[at : at + step]
         rest += part if found.done else found.push(part)
         for name, now in found.members.items():
             assert now.startswith(grown[name].rstrip()), "a member only grows"
@@ -117,13 +118,3 @@ def test_values() -> None:
         assert found == value and type(found) is type(value), (schema, text[:20])
     many: dict[str, Any] = {"anyOf": [{"$ref": "#"}] * 300}
     assert Allowed(many, many).json_of("3") == "3", "a schema of many parts allows anything"
-
-
-def test_texts_of_a_grammar() -> None:
-    cases: list[tuple[Any, list[str] | None, bool]] = [
-        (STRING, None, True), ({"anyOf": [STRING, NULL]}, None, True), ({"enum": ["a", 1]}, ["a", "1"], True),
-        ({"anyOf": [{"enum": ["a"]}, NULL]}, ["a", "null"], True), ({"type": "integer"}, None, False), ({}, None, False),
-    ]  # fmt: skip
-    for schema, texts, has_strings in cases:
-        allowed = Allowed(schema, WHOLE)
-        assert (allowed.texts, allowed.has_strings) == (texts, has_strings)
