@@ -41,9 +41,9 @@ MOST = {
     "records": 1085,
     "server": 6025,
     "spec": 1325,
-    "text": 4926,
+    "text": 4931,
     "kernels in C++": 4217,
-    "tests": 61023,
+    "tests": 61036,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

@@ -32,7 +32,7 @@ def fitted(messages: Sequence[Message], render: Render) -> list[Message]:
     template raises or writes Python's form of an object. Arguments that were cut off are closed, and brackets that are too many
     are dropped. Raises PromptError for arguments that are no object if the template would write them as a JSON string.
     """
-    given = [_changed(one, _as_object) for one in messages]
+    given = with_objects(messages)
     if not any(one.get("content") is None or _calls(one) for one in given):
         return given
     objects = [str(one) for one in _arguments(given) if isinstance(one, Mapping) and one]
@@ -52,10 +52,15 @@ def fitted(messages: Sequence[Message], render: Render) -> list[Message]:
     return given if best is None else best[0]
 
 
+def with_objects(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with the arguments of calls as objects; those that are none as they are."""
+    return [_changed(one, _as_object) for one in messages]
+
+
 def unread_arguments(messages: Sequence[Message]) -> str | None:
     """Return where the first arguments are that are no object, such as "messages[1].tool_calls[0].function.arguments"."""
-    for i, one in enumerate(messages):
-        for j, call in enumerate(_calls(_changed(one, _as_object))):
+    for i, one in enumerate(with_objects(messages)):
+        for j, call in enumerate(_calls(one)):
             if not isinstance(call.get("arguments", {}), Mapping):
                 return f"messages[{i}].tool_calls[{j}].function.arguments"
     return None

@@ -19,7 +19,7 @@ from jinja2 import TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from foresay.errors import PromptError
-from foresay.text.chat_messages import KEEPS_NONE, fitted, unread_arguments
+from foresay.text.chat_messages import KEEPS_NONE, fitted, unread_arguments, with_objects
 from foresay.text.control_tokens import ControlTokens, control_tokens_of
 from foresay.text.excess import Limits
 
@@ -184,7 +184,7 @@ def _chat(messages: Sequence[Message], tokenizer: Any, options: ChatOptions, lim
     shown = tokens.shown(text)
     limits.check(tokenizer, shown)
     if tokens.are_in(text):
-        return tokens.encode(text, (messages, more), lambda form, others: str(render(form, more=others)))
+        return tokens.encode(text, (with_objects(messages), more), lambda form, others: str(render(form, more=others)))
     return list(tokenizer(shown, add_special_tokens=False).input_ids)
 
 

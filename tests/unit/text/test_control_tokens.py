@@ -185,6 +185,19 @@ def test_tokens_that_the_template_composes_stay_tokens() -> None:
         encoded(tokenizer, chat("a <|im_start|> b"))
 
 
+@pytest.mark.parametrize("arguments", ['{"city": "Rome"}', {"city": "Rome"}, '{"city": "Rome"', ""])
+def test_tokens_composed_next_to_arguments_stay_tokens(arguments: Any) -> None:
+    """A template that reads the members of arguments refused the placeholder of a JSON text: its marks became text."""
+    members = "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}"
+    calls = f"{{% for c in m.tool_calls or [] %}}{members}{{% endfor %}}"
+    name = "{{ '<|im_' ~ ('end' if m.role == 'tool' else 'start') ~ '|>' }}"
+    tokenizer = byte_level(f"{{% for m in messages %}}{name}{{{{ m.content }}}}{calls}{{% endfor %}}")
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    ids = encoded(tokenizer, [*chat("a"), call, {"role": "tool", "content": "b"}])
+    assert control(tokenizer, ids) == ["<|im_start|>"] * 2 + ["<|im_end|>"]
+    assert tokenizer.decode(ids) == f"<|im_start|>a<|im_start|>{'city=Rome' if arguments else ''}<|im_end|>b"
+
+
 @pytest.mark.parametrize(
     ("template", "added", "content", "text"),
     [
