@@ -28,10 +28,9 @@ from foresay.models.sources.loading import load_model
 from foresay.models.sources.quantized_forms import Matrix
 from helpers.families import joint_of, make
 from helpers.gguf_files import write_gguf
-from helpers.mxfp4 import folder_of as mxfp4_folder
 from helpers.paged import few_programs, loading
 from helpers.passes import scores
-from helpers.quantized import folder_of
+from helpers.quantized import folder_of, mxfp4_folder
 
 CPU, IDS = torch.device("cpu"), torch.tensor([[3, 5, 7, 11]])
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
