@@ -210,11 +210,10 @@ def _check(values: Mapping[str, Any], adapter: Adapter) -> None:
 
 def _compare_bases(adapter: Adapter, stated: object, model: Any) -> None:
     """Log the base model that an adapter states if the model's name does not contain its name."""
-    base, own = (re.sub(r"[^a-z0-9]", "", text.lower()) for text in (Path(str(stated or "")).name, model.name_or_path))
+    name = model.config.name_or_path
+    base, own = (re.sub(r"[^a-z0-9]", "", text.lower()) for text in (Path(str(stated or "")).name, name))
     if base not in own:
-        logger.warning(
-            "the adapter %s states the base model %s; it is merged into %s", adapter.name, stated, model.name_or_path
-        )
+        logger.warning("the adapter %s states the base model %r; it is merged into %r", adapter.name, stated, name)
 
 
 def _rank(module: str, pair: Mapping[str, torch.Tensor], where: Path) -> int:

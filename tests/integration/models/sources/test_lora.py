@@ -227,13 +227,15 @@ def test_what_is_not_merged_is_refused(tmp_path: Path, folder: Path) -> None:
 
 
 def test_another_base_model_is_logged(tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And fields that change nothing are no reason to refuse an adapter."""
+    """And fields that change nothing are no reason to refuse an adapter. A line of a file stays one line."""
     harmless = {"target_modules": ["q_proj"], "megatron_core": "megatron.core", "lora_dropout": 0.1, "use_dora": False}
-    for base, logged in (("org/Another-Model", 1), (f"org/{folder.name.upper()}", 0), (None, 0)):
-        lora = write(tmp_path / "lora", base_model_name_or_path=base, **harmless)
-        foresay.load(folder, lora=str(lora), dtype="fp32")
-        assert [str(base) in one.getMessage() for one in caplog.records] == [True] * logged
-        caplog.clear()
+    for model in (folder, write_gguf(tmp_path / "of-this-name.gguf", tiny.llama())):
+        for base, logged in (("org/Another\nModel", 1), (f"org/{model.stem.upper()}", 0), (None, 0)):
+            lora = write(tmp_path / "lora", base_model_name_or_path=base, **harmless)
+            foresay.load(model, lora=str(lora), dtype="fp32")
+            lines = [one.getMessage() for one in caplog.records if "base model" in one.getMessage()]
+            assert [repr(base) in one and repr(str(model)) in one for one in lines] == [True] * logged
+            caplog.clear()
 
 
 def test_options_that_contradict(tmp_path: Path, folder: Path) -> None:
