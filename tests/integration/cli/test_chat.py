@@ -242,6 +242,8 @@ def test_comparing(piped: Piped, small: Path) -> None:
     ]
     assert all(row[-1] == "yes" for row in rows[second + 3 : second + 8])
     assert out[-2].startswith("you: hello hello") and err == []  # comparing is no part of the conversation
+    out, _ = piped("/compare hello", args=("--drafter", "auto"))
+    assert f": foresay serve {piped.base[2]} --dtype fp32" in out[-1], "loaded as here"
 
 
 def test_help_names_every_command_and_the_trace_its_colours(piped: Piped) -> None:
