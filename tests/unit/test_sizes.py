@@ -33,17 +33,17 @@ MOST = {
     "models/cpu": 1981,
     "models/drafts": 3518,
     "models/families": 1179,
-    "models/gguf": 2444,
+    "models/gguf": 2445,
     "models/gpu": 3085,
     "models/huggingface": 3590,
     "models/llama_cpp": 458,
-    "models/sources": 4586,
+    "models/sources": 4585,
     "records": 1085,
     "server": 6025,
     "spec": 1325,
     "text": 4931,
     "kernels in C++": 4217,
-    "tests": 61026,
+    "tests": 61030,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

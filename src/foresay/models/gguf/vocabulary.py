@@ -49,6 +49,7 @@ class Vocabulary:
 
 
 _READ = WeakKeyDictionary[GgufHeader, "Vocabulary | None"]()
+"""Vocabularies that were read, for as long as their headers are used."""
 
 
 def read_vocabulary(header: GgufHeader) -> Vocabulary | None:
