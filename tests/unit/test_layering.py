@@ -58,8 +58,9 @@ ORDER = {
     ),
     "models/sources": (
         "load_options transformers_errors generation_settings gguf_drafts published quantized_facts < kept_weights "
-        "quantized_forms quantization < packaged config_checks llama_cpp hub mxfp4 multimodal < quantized_layers < "
-        "location lora wrapping < describing base_models < reading < loading assistants < drafts < catalogue"
+        "quantization base_models < quantized_forms < packaged config_checks llama_cpp hub mxfp4 multimodal < "
+        "quantized_layers < lora wrapping describing < source by_transformers < folder gguf_file < location < "
+        "loading assistants < drafts < catalogue"
     ),
     "foresay_lab/training": (
         "corpus importance losses outputs checkpoints accepted optimisers processes < ngrams prune teacher acceptance "

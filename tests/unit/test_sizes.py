@@ -37,13 +37,13 @@ MOST = {
     "models/gpu": 3085,
     "models/huggingface": 3590,
     "models/llama_cpp": 458,
-    "models/sources": 4585,
+    "models/sources": 4679,
     "records": 1085,
     "server": 6025,
     "spec": 1325,
     "text": 4931,
     "kernels in C++": 4217,
-    "tests": 61030,
+    "tests": 61033,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

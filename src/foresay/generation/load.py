@@ -22,7 +22,7 @@ from foresay.models.sources.catalogue import PUBLISHED, published_drafter
 from foresay.models.sources.generation_settings import GenerationSettings
 from foresay.models.sources.load_options import LoadKeywords, LoadOptions
 from foresay.models.sources.loading import resolve
-from foresay.models.sources.location import check_files
+from foresay.models.sources.location import find
 from foresay.models.sources.packaged import default_drafter
 from foresay.spec.expressions import Call, parse, to_expression
 from foresay.spec.recipe import Recipe, Resources, own_drafter_recipe
@@ -146,7 +146,7 @@ def check_model(settings: Settings, arguments: Mapping[str, Any]) -> tuple[int, 
     if asked.drafter == PUBLISHED:  # found, and perhaps downloaded, when the model is loaded
         asked = dataclasses.replace(asked, drafter="model(org/name)")
     chosen = asked.chosen()
-    stored = check_files(settings.target, chosen.options)
+    stored = find(settings.target).stored_bytes()
     return chosen.max_batch_size, stored if chosen.options.computes_on.type == "cpu" else 0
 
 

@@ -23,9 +23,9 @@ from foresay.models.drafts.config import DraftConfig
 from foresay.models.drafts.files import LAYOUTS, WEIGHTS, read_config, write_draft
 from foresay.models.drafts.kinds import kind_of
 from foresay.models.sources import hub
-from foresay.models.sources.base_models import hub_names
 from foresay.models.sources.drafts import load_draft
 from foresay.models.sources.loading import load_model
+from foresay.models.sources.location import find
 from foresay.models.sources.packaged import packaged_head
 from foresay.models.sources.published import LICENSE, REPOSITORY
 from foresay.records.results import Results
@@ -95,7 +95,7 @@ def _checked_card(given: Given) -> dict[str, Any] | None:
             raise ConfigError(f"must be a name such as {example}", param=flag, value=value)
     if hub.is_offline():
         raise ConfigError("needs the hub, and HF_HUB_OFFLINE is set; drop one", param="push", value=given.push)
-    bases = hub_names(target_name(given.model))
+    bases = find(target_name(given.model)).hub_names()
     if not bases:
         raise ConfigError("needs the target's hub id, not {model}", param="push", value=given.push, model=given.model)
     source = packaged_head(given.head) or Path(given.head).expanduser()

@@ -15,16 +15,15 @@ from typing import Literal
 from foresay.errors import ForesayError, ModelNotFoundError
 from foresay.models.drafts.kinds import drafter_of, kind_of, refusal
 from foresay.models.sources import hub
-from foresay.models.sources.base_models import card_bases, has_experts, hub_names, read_values
+from foresay.models.sources.base_models import card_bases, read_values
 from foresay.models.sources.load_options import LoadOptions
-from foresay.models.sources.location import locate
-from foresay.models.sources.packaged import ALIASES, DEFAULT_DRAFTERS, WITH_MTP, packaged_file, packaged_head
+from foresay.models.sources.location import find
+from foresay.models.sources.packaged import DEFAULT_DRAFTERS, WITH_MTP, packaged_head
 from foresay.models.sources.published import KIND, PublishedDraft, table
 
 logger = logging.getLogger("foresay")
 PUBLISHED = "published"
 """Name of the choice of the best known draft, in place of a drafter's expression."""
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +85,14 @@ def catalogue(model: str, *, search_hub: bool) -> Catalogue:
 
     search_hub: request the hub's list, too; otherwise nothing leaves this machine.
     """
-    targets = hub_names(model)
+    source = find(model)
+    targets = source.hub_names()
     listed, problem = hub.list_drafts(targets) if search_hub and targets else ([], None)
     entries = [*_packaged(model), *_of_table(targets), *_cached(targets), *((*pair, "hub") for pair in listed)]
-    size, seen = _target_bytes(model, targets), dict[str, Found]()
-    for draft, target, source in entries:
+    size, seen = source.read_bytes() or _active_bytes(targets), dict[str, Found]()
+    for draft, target, origin in entries:
         if draft.repo.casefold() not in seen:
-            seen[draft.repo.casefold()] = _found(draft, target, source, size)
+            seen[draft.repo.casefold()] = _found(draft, target, origin, size)
     ordered = sorted(seen.values(), key=lambda one: (one.refusal is not None, one._order))
     return Catalogue(model, targets, tuple(ordered), problem)
 
@@ -151,28 +151,11 @@ def _found(
     return Found(draft, target, source, folder, reason, str(file or draft.repo), cost)
 
 
-def _target_bytes(model: str, targets: Sequence[str]) -> int | None:
-    """Bytes that one pass of a target reads: its weight files; of a mixture of experts, its active parameters in 16 bits."""
-    path = Path(model).expanduser()
-    if model in ALIASES:
-        try:
-            return packaged_file(model).stat().st_size
-        except ForesayError:
-            return None
-    is_file = path.suffix == ".gguf" and path.is_file()
-    folder = path if path.is_dir() else None if is_file else hub.cached_folder(model)
-    stored = path.stat().st_size if is_file else 0 if folder is None else hub.weight_bytes(folder)
-    if stored and not (has_experts(path) if is_file else folder and _has_experts(folder)):
-        return stored
+def _active_bytes(targets: Sequence[str]) -> int | None:
+    """Bytes that one pass of a mixture of experts reads: its active parameters in 16 bits, if the table has them."""
     known = (table().get(name.casefold()) for name in targets)
     active = next((one.active_parameters for one in known if one is not None and one.active_parameters), None)
     return 2 * active if active else None
-
-
-def _has_experts(folder: Path) -> bool:
-    values = read_values(folder)
-    text = values.get("text_config")
-    return any(section.get(name) for section in (values, text if isinstance(text, dict) else {}) for name in _EXPERTS)
 
 
 def published_drafter(model: str, options: LoadOptions) -> str:
@@ -211,7 +194,7 @@ def _fetched(chosen: Found, options: LoadOptions) -> str | None:
     if chosen.folder is not None or chosen.draft.kind == "mtp":
         return None
     if chosen.draft.kind == "model":
-        locate(chosen.draft.repo, options.for_draft())
+        find(chosen.draft.repo).fetched(options.for_draft())
         return None
     from foresay.models.sources.drafts import fetched  # which imports transformers
 

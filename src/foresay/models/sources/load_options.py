@@ -27,6 +27,19 @@ KV_CACHE_DTYPES = ("auto", "int8")
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 TRANSFORMERS, LLAMA_CPP = BACKENDS = ("transformers", "llama.cpp")
 """Engines that compute the forward passes."""
+_FOLLOWED = (
+    *("dtype", "weights", "activations", "kv_cache_dtype", "reproducible"),
+    *("lora", "device_map", "quantization_config", "tp_plan"),
+)
+"""Options that have no effect with llama.cpp."""
+_CONTRADICTIONS = (
+    ("device", "device_map"),
+    *(("lora", name) for name in ("tp_plan", "quantization_config")),
+    *(("tp_plan", name) for name in ("device", "device_map", "quantization_config")),
+    *(("tp_plan", name) for name in ("weights", "activations", "kv_cache_dtype")),
+    *((name, "quantization_config") for name in ("weights", "draft_weights")),
+)
+"""Pairs of options of which only one may be given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +115,6 @@ class LoadOptions:
     def __post_init__(self) -> None:
         if isinstance(self.dtype, str) and self.dtype != "auto" and self.dtype not in DTYPES:
             raise UnknownNameError("dtype", self.dtype, ["auto", *DTYPES])
-        if self.device is not None and self.device_map is not None:
-            text = "and {device_map} contradict; give one of them"
-            raise ConfigError(text, param="device", value=str(self.device), device_map=self.device_map)
         for name in ("max_memory", "offload_folder"):
             if getattr(self, name) is not None and self.device_map is None:
                 text = "only has an effect with {device_map}; add that"
@@ -125,35 +135,30 @@ class LoadOptions:
             raise ConfigError(text, param="reproducible", value=False)
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise UnknownNameError("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        for name in ("tp_plan", "quantization_config"):
-            if self.lora is not None and getattr(self, name) is not None:
-                raise ConfigError(
-                    f"and {{{name}}} contradict; merge the adapter before", param="lora", value=self.lora, **{name: ...}
-                )
-        self._check_plan()
+        self._check_pairs()
         for name, weights in (("weights", self.weights), ("draft_weights", self.draft_weights)):
             if weights is not None:
                 self._check_weights(name, weights)
         self._check_backend()
 
-    def _check_plan(self) -> None:
-        """Check that tp_plan is the only option that distributes the model, and that there are several processes."""
-        if self.tp_plan is None:
-            return
-        for name in ("device", "device_map", "quantization_config"):
-            if getattr(self, name) is not None:
-                text = f"and {{{name}}} contradict; give one of them"
-                raise ConfigError(text, param="tp_plan", value=self.tp_plan, **{name: ...})
-        if self.bits is not None:
-            text = "and {weights} contradict; give one of them"
-            raise ConfigError(text, param="tp_plan", value=self.tp_plan, weights=self.weights)
-        for name in ("activations", "kv_cache_dtype"):
-            if getattr(self, name) != "auto":
-                text = f"and {{{name}}} contradict; give one of them"
-                raise ConfigError(text, param="tp_plan", value=self.tp_plan, **{name: getattr(self, name)})
-        if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    def _check_pairs(self) -> None:
+        """Check that no two options contradict each other, and that there are several processes for tp_plan."""
+        for one, other in _CONTRADICTIONS:
+            if self._is_given(one) and self._is_given(other):
+                value, against = getattr(self, one), getattr(self, other)
+                shown = {other: against if isinstance(against, str) else ...}
+                text = f"and {{{other}}} contradict; give one of them"
+                raise ConfigError(text, param=one, value=str(value) if one == "device" else value, **shown)
+        if self.tp_plan is not None and int(os.environ.get("WORLD_SIZE", "1")) < 2:
             text = "needs several processes, and there is only this one; start them with: torchrun --nproc-per-node N"
             raise ConfigError(text, param="tp_plan", value=self.tp_plan)
+
+    def _is_given(self, name: str) -> bool:
+        """Return True for an option that is not its default; for weights, if they are rounded."""
+        value = getattr(self, name)
+        if name in ("weights", "draft_weights"):
+            return WEIGHTS.get(value) is not None
+        return bool(value != self.__dataclass_fields__[name].default)
 
     def _check_backend(self) -> None:
         if self.backend not in BACKENDS:
@@ -168,17 +173,7 @@ class LoadOptions:
         if self.gpu_layers and self.device is not None and torch.device(self.device).type == "cpu":
             text = "and {device} contradict; drop one"
             raise ConfigError(text, param="gpu_layers", value=self.gpu_layers, device=str(self.device))
-        for name in (
-            "dtype",
-            "weights",
-            "activations",
-            "kv_cache_dtype",
-            "reproducible",
-            "lora",
-            "device_map",
-            "quantization_config",
-            "tp_plan",
-        ):
+        for name in _FOLLOWED:
             value = getattr(self, name)
             if value not in (None, "auto", True) or (name == "device_map" and value is not None):
                 text = "has no effect with llama.cpp, which follows the file; drop it"
@@ -194,9 +189,6 @@ class LoadOptions:
             raise ConfigError(text, param=name, value=weights, dtype=str(self.dtype))
         if WEIGHTS[weights] is None:
             return
-        if self.quantization_config is not None:
-            text = "and {quantization_config} contradict; give one of them"
-            raise ConfigError(text, param=name, value=weights, quantization_config=...)
         elsewhere = str(self.computes_on if self.device_map is None else self.device_map)
         if name == "draft_weights":  # without a device a draft is where its target is, which may be an object
             elsewhere = str(self.draft_device or self.device or self.device_map or "cpu")

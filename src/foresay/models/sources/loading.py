@@ -1,6 +1,6 @@
 """A model's name, or a model object -> a LoadedModel: locate, describe, read, wrap.
 
-Each phase is a module: location.py, describing.py, reading.py and wrapping.py.
+location.py finds the Source of a name: folder.py or gguf_file.py, which describe and read it. wrapping.py does the rest.
 """
 
 from __future__ import annotations
@@ -14,18 +14,11 @@ from typing import Any
 
 from foresay.checks import check_int
 from foresay.errors import ConfigError
-from foresay.files import fingerprint
-from foresay.models.cache.memory import trim
-from foresay.models.gguf.vocabulary import read_vocabulary
-from foresay.models.huggingface import linears
-from foresay.models.sources.describing import describe
-from foresay.models.sources.llama_cpp import open_gguf
-from foresay.models.sources.load_options import LLAMA_CPP, LoadOptions
-from foresay.models.sources.location import Location, is_gguf, locate
-from foresay.models.sources.lora import adapters, digest
-from foresay.models.sources.reading import read, read_tokenizer, settings_of
+from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.location import locate
+from foresay.models.sources.lora import adapters
 from foresay.models.sources.transformers_errors import load_errors
-from foresay.models.sources.wrapping import LoadedModel, check_scores, wrap
+from foresay.models.sources.wrapping import LoadedModel, wrap
 from foresay.text.tokenizer import Tokenizer
 
 
@@ -78,18 +71,10 @@ def load_model(name: str | os.PathLike[str], options: LoadOptions | None = None)
     a model becomes a target.
     """
     options = options or LoadOptions()
-    if options.backend == LLAMA_CPP and not is_gguf(name):
-        text = "reads GGUF files, and {model} is not one; drop it, or give such a file"
-        raise ConfigError(text, param="backend", value=LLAMA_CPP, model=os.fspath(name))
-    found = adapters(options.lora)
-    location = locate(name, options)
-    if options.backend == LLAMA_CPP:
-        return _load_llama_cpp(location, options)
-    with _without_collections():
-        loaded = _load(location, options)
-    model: Any = loaded.model
-    model.learned += digest(found)
-    return loaded
+    adapters(options.lora)  # which may not exist
+    source = locate(name, options)
+    with _without_collections(), load_errors(source.name, source.is_conversion):
+        return source.load(options)
 
 
 @contextmanager
@@ -104,40 +89,6 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _load(location: Location, options: LoadOptions) -> LoadedModel:
-    with load_errors(location.name, location.is_conversion):
-        described = describe(location, options)
-        weights, tokenizer = read(described, options)
-        has_format = described.is_ours or options.bits is not None or linears.has_products(weights)
-        loaded = wrap(location.name, weights, tokenizer, optimise=True, options=options)
-        check_scores(location.name, loaded.model)
-    model: Any = loaded.model
-    model.learned = _learned(location, model)
-    trim()  # memory of the weights before they were packed
-    return dataclasses.replace(loaded, weights=described.weights if has_format else "")
-
-
-def _learned(location: Location, model: Any) -> bytes:
-    """Return the digest of a model's weights: of its files, or the hub's name of their version."""
-    if location.header is not None:
-        return fingerprint(location.header.path)
-    if location.is_local:
-        return fingerprint(location.folder)
-    config = getattr(getattr(model, "model", None), "config", None)
-    return str(getattr(config, "_commit_hash", "")).encode()
-
-
-def _load_llama_cpp(location: Location, options: LoadOptions) -> LoadedModel:
-    assert location.header is not None
-    model: Any = open_gguf(location.header, options)
-    model.learned = fingerprint(location.header.path)
-    with load_errors(location.name, False):
-        tokenizer, vocabulary = read_tokenizer(location, options), read_vocabulary(location.header)
-    assert vocabulary is not None  # else it has no tokenizer
-    ends, settings = frozenset(vocabulary.ends), settings_of(location.header)
-    return LoadedModel(location.name, model, tokenizer, ends, weights="llama.cpp", generation=settings)
-
-
 def load_weights(name: str | os.PathLike[str], options: LoadOptions | None = None) -> tuple[Any, Any]:
     """Load transformers' own model and its tokenizer, without foresay's changes: to be pruned, trained or saved.
 
@@ -148,9 +99,9 @@ def load_weights(name: str | os.PathLike[str], options: LoadOptions | None = Non
         raise ConfigError("are for decoding only; leave it out", param="weights", value=options.weights)
     if options.activations != "auto":
         raise ConfigError("is for decoding only; leave it out", param="activations", value=options.activations)
-    location = locate(name, options)
-    with load_errors(location.name, location.is_conversion):
-        return read(describe(location, options, for_decoding=False), options)
+    source = locate(name, options)
+    with load_errors(source.name, source.is_conversion):
+        return source.read(source.describe(options, for_decoding=False), options)
 
 
 def load_tokenizer(name: str | os.PathLike[str], options: LoadOptions | None = None) -> Any:
@@ -159,6 +110,6 @@ def load_tokenizer(name: str | os.PathLike[str], options: LoadOptions | None = N
     Only the options revision, trust_remote_code and progress apply. Raises as `load_model` does.
     """
     options = options or LoadOptions()
-    location = locate(name, options, weights=False)
-    with _without_collections(), load_errors(location.name, location.is_conversion):
-        return read_tokenizer(location, options)
+    source = locate(name, options, weights=False)
+    with _without_collections(), load_errors(source.name, source.is_conversion):
+        return source.tokenizer(options, required=True)

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from foresay.models.sources.base_models import EXPERTS
 from foresay.models.sources.quantized_facts import OF_GROUPS, block_of, weight_schemes
 
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 INPUTS = ("input_scale", "activation_scale", "input_zero_point")
 """Tensors of a layer that state how its inputs are rounded."""
 _BLOCK = (128, 128)
@@ -66,7 +66,7 @@ def form_of(config: Any) -> Form | None:
     """
     found = getattr(config, "quantization_config", None)
     is_whole = config.get_text_config(decoder=True) is config and not config.is_encoder_decoder
-    if not isinstance(found, Mapping) or not is_whole or any(getattr(config, name, None) for name in _EXPERTS):
+    if not isinstance(found, Mapping) or not is_whole or any(getattr(config, name, None) for name in EXPERTS):
         return None
     method, bits = str(found.get("quant_method")), found.get("bits")
     if method == "awq" and bits == 4 and found.get("version", "gemm") == "gemm" and found.get("backend") != "llm-awq":

@@ -18,7 +18,7 @@ from foresay.errors import ModelLoadError
 from foresay.models.gguf import values
 from foresay.models.gguf.header import read_header
 from foresay.models.huggingface import self_check
-from foresay.models.sources import loading
+from foresay.models.sources import source
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model, load_tokenizer
 from helpers import fuzz_gguf, tiny
@@ -250,7 +250,7 @@ def test_the_fuzz_finds_what_is_not_checked(monkeypatch: pytest.MonkeyPatch, tmp
     assert outcome_of(fuzz_gguf.FORMAT, path) == "refused"
     monkeypatch.setattr(values, "FACTORS", {})
     assert outcome_of(fuzz_gguf.FORMAT, path) == "refused", "seen by the pass after loading"
-    monkeypatch.setattr(loading, "check_scores", lambda *_: None)
+    monkeypatch.setattr(source, "check_scores", lambda *_: None)
     for check in ("check_sizes", "confirm"):
         monkeypatch.setattr(self_check, check, lambda *_: None)
     assert "not finite" in outcome_of(fuzz_gguf.FORMAT, path)

@@ -17,7 +17,7 @@ from foresay.errors import ModelLoadError
 from foresay.models.gguf import tokenizer as building
 from foresay.models.gguf.header import read_header
 from foresay.models.gguf.vocabulary import read_vocabulary
-from foresay.models.sources import loading
+from foresay.models.sources import gguf_file
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model, load_tokenizer
 from helpers import tiny
@@ -86,7 +86,7 @@ def test_a_chat_ends_with_its_turn(tmp_path: Path, dtype: str, monkeypatch: pyte
         [70, 9], max_new_tokens=8, logit_bias={2: 100.0}
     )
     assert list(result.token_ids) in ([], [2]) and result.finish_reason == "stop"
-    monkeypatch.setattr(loading, "open_gguf", lambda header, options: SimpleNamespace(weights=None))
+    monkeypatch.setattr(gguf_file, "open_gguf", lambda header, options: SimpleNamespace(weights=None))
     assert load_model(path, LoadOptions(backend="llama.cpp")).eos_token_ids == {0, 2}
 
 

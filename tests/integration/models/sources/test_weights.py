@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ from foresay.models.hardware import Hardware
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import activations_of
 from foresay.models.sources import loading
-from foresay.models.sources.describing import describe
+from foresay.models.sources.folder import Folder
 from foresay.models.sources.load_options import LoadOptions
-from foresay.models.sources.location import locate
 from helpers import tiny
 from helpers.families import make
 from helpers.quantized import edit
@@ -160,9 +158,8 @@ def test_auto_is_bf16_where_kernels_of_ours_make_whole_passes(
     monkeypatch.setattr(Hardware, "native_dtype", torch.float32)
     monkeypatch.setattr(Hardware, "cpu_kernels", kernels)
     own = LoadOptions(**({} if "device_map" in options else {"device": "cpu"}), **options)
-    location = locate(tmp_path, own)
-    for one in (location, dataclasses.replace(location, only_cached=True)):
-        assert describe(one, own).dtype == getattr(torch, wanted)
+    for one in (Folder("", str(tmp_path)), Folder("", str(tmp_path), only_cached=True)):
+        assert one.describe(own).dtype == getattr(torch, wanted)
     if changes is not QUANTIZED:
         assert loading.load_model(tmp_path, own).dtype == wanted
         assert loading.load_weights(tmp_path, LoadOptions(device="cpu"))[0].dtype == torch.float32

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from foresay import ModelNotFoundError
-from foresay.models.sources.base_models import hub_names
+from foresay import ModelLoadError, ModelNotFoundError
+from foresay.models.sources.location import find
 from helpers.fake_hub import FakeHub
 from helpers.gguf_image import Image
 
@@ -15,6 +15,10 @@ from helpers.gguf_image import Image
 @pytest.fixture(autouse=True)
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeHub:
     return FakeHub(monkeypatch, tmp_path / "hub", online=False)
+
+
+def hub_names(name: str) -> tuple[str, ...]:
+    return find(name).hub_names()
 
 
 def card(text: str) -> bytes:
@@ -74,11 +78,12 @@ def test_a_gguf_file(tmp_path: Path) -> None:
         )
         assert hub_names(str(image.write(tmp_path / "model.gguf"))) == names, values
     (tmp_path / "model.gguf").write_bytes(b"GGUF\xff\xff")
-    assert hub_names(str(tmp_path / "model.gguf")) == ()
+    with pytest.raises(ModelLoadError, match="damaged"):
+        hub_names(str(tmp_path / "model.gguf"))
 
 
 def test_a_name_that_is_nothing() -> None:
-    for name in ("", "nonsense", "./missing", "a/b/c", "missing.gguf", "/no/such"):
+    for name in ("nonsense", "./missing", "a/b/c", "missing.gguf", "/no/such"):
         with pytest.raises(ModelNotFoundError) as caught:
             hub_names(name)
         assert repr(name) in str(caught.value)
