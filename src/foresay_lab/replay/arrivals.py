@@ -12,8 +12,8 @@ from typing import Any
 
 from foresay.checks import check_float, check_int
 from foresay.errors import ConfigError
-from foresay.files import unreadable
 from foresay.json_files import Schema
+from foresay.text.text_files import decode, numbered, read_bytes
 
 
 def poisson(rate: float, count: int, seed: int = 0) -> list[float]:
@@ -39,16 +39,9 @@ def from_trace(path: str | os.PathLike[str]) -> list[float]:
 
     Raises ConfigError, with the line, for any other content, and for a file without times.
     """
-    name, out = os.fspath(path), []
-    try:
-        with open(path, encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    out.append(_time(line, f"{name}:{number}"))
-    except OSError as error:
-        raise unreadable(name, error) from None
-    except UnicodeDecodeError:
-        raise ConfigError("is not UTF-8 text", param="path", value=name) from None
+    name = os.fspath(path)
+    lines = numbered(decode(read_bytes(name), name).splitlines(), name)
+    out = [_time(line.text, f"{name}:{line.number}") for line in lines]
     if not out:
         raise ConfigError("contains no arrivals", param="path", value=name)
     first = min(out)

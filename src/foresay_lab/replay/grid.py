@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,7 +32,7 @@ from foresay.records.recording import Recording
 from foresay.spec.recipe import Resources
 from foresay.spec.recipes import read_drafter, read_length, read_rule
 from foresay_lab.replay.cost_tables import CostModel, PassCounter, drafter_names, read_costs
-from foresay_lab.replay.replay import Replay, expect, replay
+from foresay_lab.replay.replay import expect, replay
 
 Span = tuple[float, float | None, float | None]
 """(value, low, high) from `_finite`."""
@@ -70,7 +69,7 @@ def open_grid(
 
 
 class _Replay(BaseModel):
-    """One line of a file of replay results, from `_results`."""
+    """One line of a file of replay results, from `replay_method`."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -117,13 +116,40 @@ class ReplaySettings:
 
 
 def replay_method(method: Method, recorded: Recording, resources: Resources, by: ReplaySettings) -> dict[str, Any]:
-    """Replay a method on a recording and return the results."""
-    recipe, known = read_drafter(method.drafter), by.profile
-    rule, policy = read_rule(method.rule), read_length(method.own_length)
-    drafter = recipe.prepare(resources)()
+    """Replay a method on a recording and return the results.
+
+    With a cost table, they have the standardised walltime improvement, in which n-gram drafters cost nothing.
+    """
+    rule, policy, known = read_rule(method.rule), read_length(method.own_length), by.profile
+    drafter = read_drafter(method.drafter).prepare(resources)()
     counter = None if by.costs is None else PassCounter(drafter, drafter_names(method.drafter))
     done = replay(recorded, drafter, policy, rule=rule, batch_size=by.batch_size, profile=known)
-    return _results(method, done, recorded, by) | _swi(done, by, {} if counter is None else counter.passes)
+    stats, rate = done.stats, done.rate()
+    out: dict[str, Any] = {
+        "method": method.name,
+        "estimate": not done.exact,
+        "tokens_per_pass": _finite(done.efficiency()),
+        "acceptance_rate": None if rate is None else _finite(rate),
+        "draft_utilization": stats.draft_utilization,
+        "discard_rate": stats.discard_rate,
+        "verification_rate": stats.verification_rate,
+        "seconds": done.seconds,
+        "stats": stats.as_dict(),
+    }
+    if "doubt" in recorded.settings:
+        out["doubt"] = recorded.settings["doubt"]
+    if known is not None:
+        expected = expect(done, recorded, known)
+        out |= {
+            "tokens_per_s": expected.tokens_per_s,
+            "speed_up": expected.tokens_per_s / by.plain(recorded, known),
+            "predicted_with": known.model,
+        }
+    if by.costs is not None and by.target_cost is not None and counter is not None:
+        spent = counter.passes
+        spent[by.target_cost] += stats.num_passes  # a draft model may have the same name as the target
+        out["swi"] = by.costs.swi(by.target_cost, stats.num_tokens, spent)
+    return out
 
 
 def replayer(setup: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
@@ -154,40 +180,6 @@ def replayer(setup: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str
     return perform
 
 
-def _results(method: Method, done: Replay, recorded: Recording, by: ReplaySettings) -> dict[str, Any]:
-    stats, rate, known = done.stats, done.rate(), by.profile
-    out: dict[str, Any] = {
-        "method": method.name,
-        "estimate": not done.exact,
-        "tokens_per_pass": _finite(done.efficiency()),
-        "acceptance_rate": None if rate is None else _finite(rate),
-        "draft_utilization": stats.draft_utilization,
-        "discard_rate": (stats.num_drafted - stats.num_accepted) / stats.num_tokens,
-        "verification_rate": stats.num_passes / stats.num_tokens,
-        "seconds": done.seconds,
-        "stats": stats.as_dict(),
-    }
-    if "doubt" in recorded.settings:
-        out["doubt"] = recorded.settings["doubt"]
-    if known is not None:
-        expected = expect(done, recorded, known)
-        out |= {
-            "tokens_per_s": expected.tokens_per_s,
-            "speed_up": expected.tokens_per_s / by.plain(recorded, known),
-            "predicted_with": known.model,
-        }
-    return out
-
-
 def _finite(values: Sequence[float]) -> list[float | None]:
     """Replace infinite bounds by None for JSON; a single prompt has no finite interval."""
     return [value if math.isfinite(value) else None for value in values]
-
-
-def _swi(done: Replay, by: ReplaySettings, passes: Mapping[str, int]) -> dict[str, Any]:
-    """Return the standardised walltime improvement with a cost table, in which n-gram drafters cost nothing."""
-    if by.costs is None or by.target_cost is None:
-        return {}
-    spent = Counter(passes)
-    spent[by.target_cost] += done.stats.num_passes  # a draft model may have the same name as the target
-    return {"swi": by.costs.swi(by.target_cost, done.stats.num_tokens, spent)}

@@ -14,7 +14,6 @@ from time import monotonic
 from typing import Any
 
 from foresay.decoding.distributions import Distributions
-from foresay.decoding.outcome import FinishReason, Step
 from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.protocols import ModelOutput, PreparedPrompt
 from foresay.decoding.randomness import derive
@@ -23,6 +22,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine.chunked_prefill import OFFLINE_WAIT_S
 from foresay.errors import ConfigError, ForesayError
 from foresay.generation.generator import Generator
+from foresay.generation.result import Generation
 from foresay.records.lines import Line
 from foresay.records.provenance import provenance
 from foresay.records.recording import Record, Recording, recording_writer
@@ -61,19 +61,16 @@ class _ActiveRequest:
     prepared: PreparedPrompt
     answers: list[str]
     """Answers to the earlier turns."""
-    steps: list[Step] = field(default_factory=list)
     token_probs: list[float] = field(default_factory=list)
 
-    def record(self, reason: FinishReason, index: int) -> Record:
+    def record(self, done: Generation, index: int) -> Record:
         """Return the finished request as a Record. index: of its item in the data set."""
-        params, source = self.prepared.params, self.prepared.source
-        output = tuple(token for step in self.steps for token in step.token_ids)
-        entries = [entry for step in self.steps for entry in step.logprobs or ()]
+        params, source, entries = self.prepared.params, self.prepared.source, done.logprobs
         return Record(
             id=self.request.id,
             prompt=tuple(self.prepared.prompt),
-            output=output,
-            finish_reason=reason.value,
+            output=tuple(done.token_ids),
+            finish_reason=done.finish_reason.value,
             category=self.request.category,
             index=index,
             source=None if source is None else tuple(source),
@@ -253,12 +250,11 @@ class Recorder:
             one = self._active[chunk.index]
             if chunk.error is not None:
                 raise chunk.error
-            one.steps.append(chunk.step)
             one.token_probs.append(prob)
-            if chunk.finish_reason is not None:
+            if chunk.generation is not None:
                 del self._active[chunk.index]
                 index = self._indices[one.request.item.id]
-                finished = one.record(chunk.finish_reason, index)
+                finished = one.record(chunk.generation, index)
                 after = self._following(one.request, one.answers, finished.output)
                 if after is not None:
                     self._start(after, one.answers)

@@ -9,27 +9,28 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import NormalDist
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from foresay.checks import check_int
 from foresay.decoding.acceptance import Speculative
 from foresay.decoding.outcome import FinishReason, Step
-from foresay.decoding.protocols import Drafter, LanguageModel, LengthPolicy, Rule
-from foresay.decoding.rows import Rows
+from foresay.decoding.protocols import Drafter, LanguageModel, LengthPolicy, Logits, ModelInput, Rule
+from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.decoding.stopping import Stopping
 from foresay.engine import Engine, Stats
 from foresay.errors import ConfigError
 from foresay.lengths import ThroughputLength
 from foresay.lengths.throughput import exclude_policy_time
-from foresay.models.recording import RecordingModel
+from foresay.models.recording import RecordedText, RecordingModel
 from foresay.records.profile import Profile
 from foresay.records.recording import Record, Recording, read_params
-from foresay_lab.replay.hidden_states import recorded_states
 from foresay_lab.replay.sampled import PROBABILITY_FIELDS, members, replay_sampled
 
 
@@ -103,31 +104,17 @@ def width_of(steps: Sequence[Step], ragged: bool) -> float:
     return 1 + (sum(drafted) / len(drafted) if ragged else max(drafted))
 
 
-class Timed(LengthPolicy):
-    """A time-based policy that observes the times of live passes instead of those of the replay."""
+class Timed:
+    """A length policy that observes the times of live passes instead of those of the replay; the rest is the inner one's."""
 
     def __init__(self, inner: LengthPolicy, clock: Clock, drafting: Callable[[int, int], float] | None = None) -> None:
         """drafting: (batch, longest draft) -> seconds; by default the drafting times of the replay."""
         self._inner, self._clock, self._drafting = inner, clock, drafting
         self.spent_s = 0.0
         """Total seconds of all steps so far."""
-        self.remembers = inner.remembers
 
-    def budget(self, rows: Rows) -> list[int]:
-        """Delegate to the inner policy."""
-        return self._inner.budget(rows)
-
-    def stopping(self, rows: Rows) -> Stopping:
-        """Delegate to the inner policy."""
-        return self._inner.stopping(rows)
-
-    def num_to_score(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> Sequence[int]:
-        """Delegate to the inner policy."""
-        return self._inner.num_to_score(rows, counts, matched)
-
-    def fallback_budget(self, rows: Rows, most: Sequence[int]) -> Sequence[int]:
-        """Delegate to the inner policy."""
-        return self._inner.fallback_budget(rows, most)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
         """Pass the steps to the inner policy with their live times."""
@@ -176,6 +163,31 @@ def replay(
     for record in recording.records:
         submit(engine, record, recording)
     return _run(engine, recording)
+
+
+def recorded_states(
+    target: LanguageModel, texts: Sequence[RecordedText], layers: Sequence[int]
+) -> Callable[[int], Mapping[int, torch.Tensor]]:
+    """Return a function from a text's index to its hidden states by layer, [S, D] each, computed when a text is first read.
+
+    layers: see ModelInput.hidden_layers. The target runs over a text in pieces, as a prefill does.
+    """
+
+    @cache
+    @torch.inference_mode()
+    def states(index: int) -> Mapping[int, torch.Tensor]:
+        text, kv_cache = texts[index], target.new_cache()
+        tokens = [*text.prompt, *text.output]
+        source = None if text.source is None else list(text.source)
+        target.admit(Rows([Row(0, tokens, SamplingParams(), limit=len(tokens) + 1, source=source)]), 0, kv_cache)
+        parts, size = [], target.capabilities.prefill_chunk
+        for start in range(0, len(tokens), size):
+            ids = torch.tensor([tokens[start : start + size]], device=target.device)
+            fed = ModelInput(ids, [ids.shape[1]], logits=Logits.NONE, hidden_layers=tuple(layers))
+            parts.append(target.forward(fed, kv_cache).hidden)
+        return {layer: torch.cat([part[layer][0] for part in parts]) for layer in layers}
+
+    return states
 
 
 def model_settings(recording: Recording, profile: Profile | None) -> dict[str, Any]:
