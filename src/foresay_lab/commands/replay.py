@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
 from foresay.cli import options as opt
 from foresay.cli.command import Given
 from foresay.cli.common import PLAIN, load_arguments, load_target, use_threads
 from foresay.cli.progress import advancing, loading, note
 from foresay.cli.tables import show_table
+from foresay.decoding.rows import common_prefix
+from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
 from foresay.files import unreadable
+from foresay.generation.generator import Generator
 from foresay.generation.method import Method, methods
 from foresay.records.recording import Recording
 from foresay.spec.recipe import Resources
@@ -28,13 +32,14 @@ from foresay_lab.commands import sharing
 from foresay_lab.commands.options import items
 from foresay_lab.data.requests import RequestBuilder
 from foresay_lab.replay.grid import ReplaySettings, digest_of, open_grid, replay_method, token_only_resources
-from foresay_lab.replay.recording_match import prompt_mismatch_warning
 from foresay_lab.tune import DRAFTERS as COMPARED
 
 Cell = tuple[int, Method]
 """The index of a recording, and a method that is replayed on it."""
 FORMATS = tuple(one.name for one in opt.READING if one.name != "threads")
 """Options of the model, which has to be loaded for them to have an effect."""
+_PROMPTS, _TOKENS = 4, 4
+"""Prompts of a log of tensors that are decoded to see if they match, spread over the log, and tokens of each."""
 
 
 def run(given: Given) -> int:
@@ -155,16 +160,41 @@ def open_recording(path: Path, named: Sequence[Method], given: Given) -> tuple[R
     recorded = Recording.load(path, prompts=prompts)
     if len(recorded.records) < len(prompts):
         note(f"foresay: {path}: {len(recorded.records)} outputs and {len(prompts)} prompts; the first prompts are used")
-    if (why := prompt_mismatch_warning(recorded, generator)) is not None:
+    if (why := _mismatch(recorded, generator)) is not None:
         note(f"foresay: {path}: {why}")
         recorded = replace(recorded, settings={**recorded.settings, "doubt": why})
     return generator.resources, recorded
 
 
+def _mismatch(recording: Recording, generator: Generator) -> str | None:
+    """Return a warning in one sentence if outputs and prompts of a log do not seem to match, or None if they match.
+
+    generator: a model whose first tokens are compared with the log's. If another model generated the log, they differ too.
+    """
+    records, outputs = recording.records, [np.asarray(record.output) for record in recording.records]
+    chosen = [i * len(records) // _PROMPTS for i in range(_PROMPTS)] if len(records) > _PROMPTS else range(len(records))
+    params = SamplingParams(max_new_tokens=_TOKENS, ignore_eos=True)
+    generations = generator.plain().generate([list(records[i].prompt) for i in chosen], params)
+    shared = [[common_prefix(np.asarray(one.token_ids), output) for output in outputs] for one in generations]
+    if 2 * sum(counts[i] > 0 for i, counts in zip(chosen, shared, strict=True)) >= len(shared):
+        return None
+    for i, counts in zip(chosen, shared, strict=True):
+        best = counts.index(max(counts))
+        if counts[best] >= max(2, counts[i] + 1):
+            return (
+                f"the output of {generator.target.name!r} for prompt {i + 1} begins like output {best + 1} of the log: "
+                "the prompts are in another order"
+            )
+    return (
+        f"the outputs of {generator.target.name!r} for {len(shared)} prompts differ from the log: another model generated it, "
+        "or the prompts are in another order or format (--raw)"
+    )
+
+
 def _show(lines: list[dict[str, Any]], recordings: Sequence[Recording], *, several: bool) -> None:
     headings = ["recording"] * several + ["method", "per pass", "accepted", "used", "discard"]
     figures = {"tokens_per_s": ("tokens/s", "{:.1f}"), "speed_up": ("speed-up", "{:.2f}x"), "swi": ("SWI", "{:.2f}")}
-    extra = {name: figures[name] for name in figures if name in lines[0]}
+    extra = {name: figure for name, figure in figures.items() if name in lines[0]}
 
     def row(line: dict[str, Any]) -> list[str]:
         value, low, high = line["tokens_per_pass"]
@@ -173,11 +203,7 @@ def _show(lines: list[dict[str, Any]], recordings: Sequence[Recording], *, sever
         tested = percent(None if rate is None else rate[0])
         cells = [Path(line["recording"]).name] * several
         cells += [line["method"], f"{value:.2f}{between}", tested, percent(line["draft_utilization"])]
-        return [
-            *cells,
-            f"{line['discard_rate']:.2f}",
-            *(shown.format(line[name]) for name, (_, shown) in extra.items()),
-        ]
+        return [*cells, f"{line['discard_rate']:.2f}", *(form.format(line[name]) for name, (_, form) in extra.items())]
 
     show_table([*headings, *(title for title, _ in extra.values())], [row(line) for line in lines])
     estimated = any(line["estimate"] for line in lines)
