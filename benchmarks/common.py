@@ -34,9 +34,8 @@ from foresay.models.sources.packaged import packaged_file
 from foresay.records.provenance import machine
 from foresay.records.results import Run
 from foresay.threads import single_threaded
-from foresay_lab.bench.runners import MethodRunner, Outcome, PromptBlock, Runner
+from foresay_lab.bench.runners import MethodRunner, Outcome, PromptBlock, Runner, take_turns
 from foresay_lab.bench.transformers import TransformersRunner
-from foresay_lab.bench.turns import take_turns
 from foresay_lab.data.datasets import load_items, subset
 from foresay_lab.data.requests import PromptRequest, RequestBuilder
 

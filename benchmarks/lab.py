@@ -37,9 +37,8 @@ from foresay.records.profile import Profile
 from foresay.records.recording import Recording
 from foresay.records.results import Cell, Prediction, Results, Run
 from foresay.spec.recipes import read_drafter, read_length
-from foresay_lab.bench.bench import Progress, bench
+from foresay_lab.bench.bench import BenchSettings, Progress, bench
 from foresay_lab.bench.runners import sampling_name
-from foresay_lab.bench.settings import BenchSettings
 from foresay_lab.candidates import pick
 from foresay_lab.data.datasets import halves, load_items, subset
 from foresay_lab.data.items import PromptItem

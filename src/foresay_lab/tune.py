@@ -28,8 +28,7 @@ from foresay.records.profile import Profile
 from foresay.records.recording import Recording
 from foresay.records.results import Failure
 from foresay.spec.recipes import named, read_length
-from foresay_lab.bench.runners import MethodRunner, PromptBlock, Runner
-from foresay_lab.bench.turns import take_turns
+from foresay_lab.bench.runners import MethodRunner, PromptBlock, Runner, take_turns
 from foresay_lab.candidates import Candidate, Confirmed, Tuning, rate
 from foresay_lab.data.items import PromptItem, in_turns
 from foresay_lab.data.requests import PromptRequest

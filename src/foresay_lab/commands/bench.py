@@ -33,8 +33,7 @@ from foresay.generation.method import distinct, methods
 from foresay.models.hardware import Hardware
 from foresay.records.results import Results, Run
 from foresay.text.formatting import NOISE, REASON, percent
-from foresay_lab.bench.bench import Progress, bench
-from foresay_lab.bench.settings import BenchSettings
+from foresay_lab.bench.bench import BenchSettings, Progress, bench
 from foresay_lab.bench.specdec import specdec_records
 from foresay_lab.bench.transformers import TransformersRunner
 from foresay_lab.commands import sharing

@@ -1,6 +1,6 @@
 """Methods side by side on one prompt: a benchmark of a single request, as a table.
 
-The feature `compare` of the commands `generate` and `chat`. Owns the rows and their figures; `bench.turns` runs the methods.
+The feature `compare` of the commands `generate` and `chat`. Owns the rows and their figures; `bench.runners` runs the methods.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from foresay.lengths import LENGTHS, ConstantLength
 from foresay.records.results import Failure, Run
 from foresay.spec.expressions import parse, to_expression
 from foresay.text.formatting import NOISE, is_noise, percent, yes_no
-from foresay_lab.bench.runners import MethodRunner, Outcome, PromptBlock, Runner
-from foresay_lab.bench.turns import take_turns
+from foresay_lab.bench.runners import MethodRunner, Outcome, PromptBlock, Runner, take_turns
 from foresay_lab.candidates import advice
 from foresay_lab.data.items import PromptItem
 from foresay_lab.data.requests import PromptRequest, RequestBuilder

@@ -17,8 +17,7 @@ from foresay.errors import ForesayError
 from foresay.generation.load import load
 from foresay.generation.session import seeded
 from foresay.text.prompts import as_chat
-from foresay_lab.bench.executor import BenchExecutor
-from foresay_lab.bench.settings import BenchSettings
+from foresay_lab.bench.bench import BenchExecutor, BenchSettings
 from foresay_lab.data.requests import RequestBuilder
 from foresay_lab.replay.grid import replayer
 from foresay_lab.replay.record import Recorder, header

@@ -13,8 +13,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.method import PLAIN
 from foresay.records.recording import Recording
 from foresay.records.results import Results
-from foresay_lab.bench.bench import Missing, OnRun, write_results
-from foresay_lab.bench.executor import BenchPlan, Turn, TurnResult
+from foresay_lab.bench.bench import BenchPlan, Missing, OnRun, Turn, TurnResult, write_results
 from foresay_lab.data.items import PromptItem
 from foresay_lab.replay.record import OnProgress, write_recording
 from foresay_lab.workers.pool import Plain, Pool

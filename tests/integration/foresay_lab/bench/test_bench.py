@@ -17,9 +17,8 @@ from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, methods
 from foresay.records.results import Cell, Failure, Prediction, Results
-from foresay_lab.bench.bench import Progress, bench
+from foresay_lab.bench.bench import BenchSettings, Progress, bench
 from foresay_lab.bench.runners import MethodRunner, Outcome, sampling_name
-from foresay_lab.bench.settings import BenchSettings
 from foresay_lab.data.requests import PromptRequest, RequestBuilder
 from foresay_lab.measure.live_run import DraftFailedError, run_live
 from helpers.families import make

@@ -25,8 +25,7 @@ from foresay.errors import ConfigError, ForesayError, ModelNotFoundError, Unknow
 from foresay.generation.method import PLAIN, methods
 from foresay.records.recording import Recording
 from foresay.records.results import Results
-from foresay_lab.bench.bench import Progress, bench
-from foresay_lab.bench.settings import BenchSettings
+from foresay_lab.bench.bench import BenchSettings, Progress, bench
 from foresay_lab.commands import sharing
 from foresay_lab.data.items import PromptItem
 from foresay_lab.data.requests import RequestBuilder
