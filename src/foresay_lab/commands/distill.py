@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from pathlib import Path
-from typing import Any
 
 import click
 import torch
@@ -20,7 +18,6 @@ from foresay.cli.common import check_folder, load_options, target_name, use_thre
 from foresay.cli.progress import advancing, loading, note
 from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError, UnknownNameError
-from foresay.models.drafts.base import StoredDraft
 from foresay.models.drafts.fields import MAX_BLOCK
 from foresay.models.drafts.files import read_draft
 from foresay.models.sources.drafts import load_draft
@@ -32,7 +29,7 @@ from foresay_lab.commands import acceptance, ngram, prune
 from foresay_lab.commands.train import APPLIES
 from foresay_lab.training.corpus import CorpusReader
 from foresay_lab.training.curves import draw_curves, read_log
-from foresay_lab.training.distil import NOTE, distil, distil_model
+from foresay_lab.training.distil import NOTE, Learner, distil, draft_learner, model_learner
 from foresay_lab.training.fitting import CHECKPOINT, LOG, Fitting, Plan
 from foresay_lab.training.losses import Objective
 from foresay_lab.training.new_drafts import BLOCK_SIZE, DraftShape, kind_of, new_draft, resumed_draft
@@ -117,11 +114,12 @@ def _trained(given: Given) -> Iterator[str]:
         "texts": len(learn),
         "tokens": sum(one.size for one in learn),
     }
+    learner = _model(target, given) if given.kind == MODEL else _draft(target, given, learn)
     with advancing("Distilling") as advance:
-        report = (_train_model if given.kind == MODEL else _train_draft)(
+        report = distil(
             target,
-            given,
-            (learn, rest, plan, objective, given.output),
+            learner,
+            *(learn, rest, plan, objective, given.output),
             states=given.states,
             note=note,
             tracker="tensorboard" if given.tensorboard else None,
@@ -131,10 +129,14 @@ def _trained(given: Given) -> Iterator[str]:
         yield from _summary(given, report, learn)
 
 
-def _train_draft(target: LoadedModel, given: Given, data: tuple[Any, ...], **more: Any) -> Fitting:
+def _draft(target: LoadedModel, given: Given, texts: Sequence[Text]) -> Learner:
+    """Return a new draft on hidden states, or the one to start from. Raises ConfigError for one of another kind."""
     if given.start:
-        tokens = None if given.vocabulary_size is None else (data[0], given.vocabulary_size)
-        draft = resumed_draft(target, _started(given.start, given.kind), tokens)
+        draft = load_draft(given.start)
+        if (found := kind_of(draft.config)) != given.kind:
+            raise ConfigError(f"is of --kind {found}, not {given.kind}", param="--from", value=given.start)
+        tokens = None if given.vocabulary_size is None else (texts, given.vocabulary_size)
+        draft = resumed_draft(target, draft, tokens)
     else:
         shape = DraftShape(
             hidden_layers=given.hidden_layers,
@@ -145,32 +147,21 @@ def _train_draft(target: LoadedModel, given: Given, data: tuple[Any, ...], **mor
             block_size=given.block_size or BLOCK_SIZE,
             rank=given.rank,
         )
-        draft = new_draft(given.kind, target, data[0], shape, given.seed)
-    more |= {"steps": given.draft_steps} if given.draft_steps else {}
-    return distil(target, draft, *data, **more)
+        draft = new_draft(given.kind, target, texts, shape, given.seed)
+    return draft_learner(target, draft, **({"steps": given.draft_steps} if given.draft_steps else {}))
 
 
-def _started(name: str, kind: str) -> StoredDraft:
-    """Return the draft to start from. Raises ConfigError for one of another kind."""
-    draft = load_draft(name)
-    if (found := kind_of(draft.config)) != kind:
-        raise ConfigError(f"is of --kind {found}, not {kind}", param="--from", value=name)
-    return draft
-
-
-def _train_model(target: LoadedModel, given: Given, data: tuple[Any, ...], **more: Any) -> Fitting:
+def _model(target: LoadedModel, given: Given) -> Learner:
+    """Return a draft model; with --vocabulary, it learns the tokens that `model(..., vocabulary=...)` can propose."""
     weights, tokenizer = load_weights(given.draft, load_options(given, device=own_device(given.device)))
     check_vocabularies(target.tokenizer, tokenizer, (target.name, given.draft))
-    tokens = None if given.vocabulary is None else _kept_tokens(target, given.vocabulary, given.vocabulary_size)
-    frozen = not given.all_weights
-    return distil_model(target, weights, tokenizer, *data, freeze_embeddings=frozen, token_ids=tokens, **more)
-
-
-def _kept_tokens(target: LoadedModel, path: Path, size: int | None) -> torch.Tensor:
-    """The tokens that `model(..., vocabulary=path, vocabulary_size=size)` can propose."""
-    table = NgramTable.load(path)
-    check_table(table, target)
-    return torch.tensor(table.draft_vocabulary(size, 1.0, target.eos_token_ids, target.model.vocab_size))
+    tokens = None
+    if given.vocabulary is not None:
+        table = NgramTable.load(given.vocabulary)
+        check_table(table, target)
+        kept = table.draft_vocabulary(given.vocabulary_size, 1.0, target.eos_token_ids, target.model.vocab_size)
+        tokens = torch.tensor(kept)
+    return model_learner(target, weights, tokenizer, freeze_embeddings=not given.all_weights, token_ids=tokens)
 
 
 def _layers(text: str | None) -> tuple[int, ...] | None:

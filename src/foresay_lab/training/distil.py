@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -34,59 +35,53 @@ NOTE = "foresay.json"
 """Name of the file that describes how a folder's draft was made."""
 
 
-def distil(
-    target: LoadedModel,
-    draft: StoredDraft,
-    training: Sequence[Text],
-    held_out: Sequence[Text],
-    plan: Plan,
-    objective: Objective,
-    folder: Path,
-    **more: Any,
-) -> Fitting:
-    """Train a head or block drafter on the target's outputs for texts, and save the best one in `folder`.
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """A draft in training: what differs between drafts on hidden states and draft models."""
 
-    more: of `_fit`; `steps` of a head, tokens drafted in a row in training; `anchors` of a block drafter, blocks of each text in
-    a training step, None for one at each position.
+    student: Student
+    kind: str
+    layers: tuple[int, ...]
+    """Layers of the target whose hidden states it reads."""
+    settings: Mapping[str, Any]
+    """Settings that must not change on resumption."""
+    save: Callable[[Path], None]
+    """Saves the current draft in a folder."""
+
+
+def draft_learner(target: LoadedModel, draft: StoredDraft, **own: int | None) -> Learner:
+    """Return a head or block drafter in training.
+
+    own: `steps` of a head, tokens drafted in a row in training; `anchors` of a block drafter, blocks of each text in a training
+    step, None for one at each position.
     """
     model, name = causal(target), kind_of(draft.config)
-    kind = KINDS[name]
-    own = {kind.setting: more.pop(kind.setting, kind.default), "decay": kind.decay}
-    layers = draft.config.hidden_layers or usual_layers(model.num_layers)
+    kind, layers = KINDS[name], draft.config.hidden_layers or usual_layers(model.num_layers)
+    chosen = {kind.setting: kind.default, "decay": kind.decay, **own}
     settings = {
-        **own,
+        **chosen,
         "layers": list(layers),
         "shape": {k: v for k, v in draft.config.as_plain().items() if k not in ("eagle_config", "dflash_config")},
         "own_head": draft.module.lm_head is not None,
         "tokens": digest_of_tokens(draft.token_ids),
     }
-
-    def save() -> None:
-        write_draft(draft.stored_in(torch.bfloat16), folder)
-
-    student = kind.student(draft, model, **own).to(model.device)
-    return _fit(target, student, name, layers, (training, held_out), plan, objective, folder, save, settings, **more)
+    student = kind.student(draft, model, **chosen).to(model.device)
+    return Learner(student, name, layers, settings, lambda folder: write_draft(draft.stored_in(torch.bfloat16), folder))
 
 
-def distil_model(
+def model_learner(
     target: LoadedModel,
     draft: Any,
     tokenizer: Any,
-    training: Sequence[Text],
-    held_out: Sequence[Text],
-    plan: Plan,
-    objective: Objective,
-    folder: Path,
     *,
     freeze_embeddings: bool = True,
     token_ids: torch.Tensor | None = None,
-    **more: Any,
-) -> Fitting:
-    """Train a draft model with the target's vocabulary on the target's distributions, and save the best one in `folder`.
+) -> Learner:
+    """Return a draft model with the target's vocabulary in training, which learns the target's distributions.
 
     draft: a transformers model, saved in transformers' format. freeze_embeddings: do not train embeddings and output layer, most
     of a small draft's weights. token_ids: [K], the draft vocabulary of decoding: training compares only these tokens, and the
-    saved model has all. more: of `_fit`.
+    saved model has all.
     """
     model = causal(target)
     config = draft.config.get_text_config(decoder=True)
@@ -97,7 +92,7 @@ def distil_model(
         if layer is not None:
             layer.requires_grad_(False)
 
-    def save() -> None:
+    def save(folder: Path) -> None:
         weights = {name: weight.to(torch.bfloat16) for name, weight in draft.state_dict().items()}
         with atomic_files(folder) as temporary:
             save_model(draft, tokenizer, temporary, state_dict=weights)
@@ -107,8 +102,7 @@ def distil_model(
         "freeze_embeddings": freeze_embeddings,
         "tokens": digest_of_tokens(token_ids),
     }
-    student = ModelStudent(draft, model, token_ids)
-    return _fit(target, student, "model", (), (training, held_out), plan, objective, folder, save, settings, **more)
+    return Learner(ModelStudent(draft, model, token_ids), "model", (), settings, save)
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path, **more: Any) -> None:
@@ -119,47 +113,43 @@ def save_model(model: Any, tokenizer: Any, folder: Path, **more: Any) -> None:
             tokenizer.save_pretrained(folder)
 
 
-def _fit(
+def distil(
     target: LoadedModel,
-    student: Student,
-    kind: str,
-    layers: tuple[int, ...],
-    texts: tuple[Sequence[Text], Sequence[Text]],
+    learner: Learner,
+    training: Sequence[Text],
+    held_out: Sequence[Text],
     plan: Plan,
     objective: Objective,
     folder: Path,
-    save: Callable[[], None],
-    settings: dict[str, Any],
     *,
     states: Path | None = None,
     note: Mapping[str, Any] | None = None,
     on_progress: Callable[[str, float, str], None] = lambda what, share, note: None,
     tracker: str | None = None,
 ) -> Fitting:
-    """Train a student on (training, held-out) texts.
+    """Train a draft on the target's outputs for texts, and save the best one in `folder`.
 
-    save: saves the draft. settings, tracker: see Fitting. states: a folder that caches the target's outputs; None computes them
-    at each use. note: further fields of the saved draft's note. on_progress: called with the current activity, the share of it
-    that is done, and a note.
+    states: a folder that caches the target's outputs; None computes them at each use. note: further fields of the saved draft's
+    note. on_progress: called with the current activity, the share of it that is done, and a note. tracker: see Fitting.
     """
-    passes = TargetPasses(causal(target), layers)
-    training, held_out = (corpus(passes, one, states, on_progress) for one in texts)
-    TeacherHead(causal(target), None).check(held_out.outputs_of(0))
+    passes = TargetPasses(causal(target), learner.layers)
+    learn, rest = (corpus(passes, one, states, on_progress) for one in (training, held_out))
+    TeacherHead(causal(target), None).check(rest.outputs_of(0))
 
-    def save_both() -> None:
-        save()
-        made = {"made_by": "foresay distill", "kind": kind, "target": target.name}
+    def save() -> None:
+        learner.save(folder)
+        made = {"made_by": "foresay distill", "kind": learner.kind, "target": target.name}
         write_note(folder, {**made, **(note or {}), "log": LOG})
 
     return Fitting(
-        student,
+        learner.student,
         objective,
-        training,
-        held_out,
+        learn,
+        rest,
         plan,
         folder,
-        save_both,
-        settings={**settings, "target": target.name, "texts": digest(texts[0])},
+        save,
+        settings={**learner.settings, "target": target.name, "texts": digest(training)},
         on_progress=lambda share, text: on_progress("Training", share, text),
         tracker=tracker,
     ).run()

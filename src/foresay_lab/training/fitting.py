@@ -70,19 +70,15 @@ class Plan:
     """Minutes between two evaluations. Each evaluation writes a checkpoint, and saves the draft if it is the best so far."""
 
     def __post_init__(self) -> None:
-        check_float("epochs", self.epochs, 0.0, 1e6)
-        if self.minutes is not None:
-            check_float("minutes", self.minutes, 0.0, 1e6)
-        check_float("rate", self.rate, 0.0, 1.0)
-        for name in ("warmup", "floor"):
+        unset = [name for name in ("minutes", "batch_tokens") if getattr(self, name) is None]
+        for name in ("epochs", "minutes", "clip", "evaluate_minutes"):
+            if name not in unset:
+                check_float(name, getattr(self, name), 0.0, 1e6)
+        for name in ("rate", "warmup", "floor", "weight_decay"):
             check_float(name, getattr(self, name), 0.0, 1.0)
-        if self.batch_tokens is not None:
-            check_int("batch_tokens", self.batch_tokens, 2)
-        check_int("accumulate", self.accumulate, 1)
-        check_float("clip", self.clip, 0.0, 1e6)
-        check_float("weight_decay", self.weight_decay, 0.0, 1.0)
-        check_int("seed", self.seed, 0)
-        check_float("evaluate_minutes", self.evaluate_minutes, 0.0, 1e6)
+        for name, least in (("batch_tokens", 2), ("accumulate", 1), ("seed", 0)):
+            if name not in unset:
+                check_int(name, getattr(self, name), least)
         check_choice("optimiser", self.optimiser, OPTIMISERS)
         check_choice("precision", self.precision, tuple(_PRECISIONS))
 

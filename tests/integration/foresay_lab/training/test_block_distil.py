@@ -15,7 +15,7 @@ from foresay.models.drafts.block_config import SELECTOR, PathShape, Sight
 from foresay.models.drafts.files import read_draft
 from foresay.models.drafts.path import Step
 from foresay_lab.training.curves import read_log
-from foresay_lab.training.distil import distil
+from foresay_lab.training.distil import distil, draft_learner
 from foresay_lab.training.evaluation import evaluate
 from foresay_lab.training.fitting import Plan
 from foresay_lab.training.losses import Objective
@@ -135,7 +135,7 @@ def test_evaluation_counts_what_decoding_accepts(kind: str, tmp_path: Path) -> N
     learn, rest = split(written(target, 40), 0.2)
     block = new_draft(kind, target, learn, shape(block_size=4 + (kind == "dflash2")), 0)
     plan = Plan(epochs=12, batch_tokens=600, rate=1e-2, evaluate_minutes=60)
-    distil(target, block, learn, rest, plan, Objective.parse("forward_kl"), tmp_path)
+    distil(target, draft_learner(target, block), learn, rest, plan, Objective.parse("forward_kl"), tmp_path)
     best = max(read_log(tmp_path).values(), key=lambda line: line["tokens_per_pass"])
     drafter = BlockDrafter(BlockModel(read_draft(tmp_path), target.model), VOCAB)  # type: ignore[arg-type]
     assert tokens_per_pass(target, rest, drafter, 4) == pytest.approx(best["tokens_per_pass"], rel=0.03)

@@ -28,7 +28,7 @@ from foresay.models.sources.wrapping import LoadedModel
 from foresay_lab.training import fitting, teacher
 from foresay_lab.training.batches import epoch_batches
 from foresay_lab.training.curves import draw_curves, read_log
-from foresay_lab.training.distil import distil, distil_model
+from foresay_lab.training.distil import distil, draft_learner, model_learner
 from foresay_lab.training.evaluation import evaluate
 from foresay_lab.training.fitting import Plan
 from foresay_lab.training.losses import Objective
@@ -221,8 +221,8 @@ def test_a_head_learns_a_random_target(tmp_path: Path) -> None:
     """From chance to more than half of its draft tokens accepted, and the folder drafts."""
     target = loaded()
     learn, rest = split(written(target, 100), 0.1)
-    head = new_draft("head", target, learn, shape(), 0)
-    report = distil(target, head, learn, rest, LEARNING, KL, tmp_path, steps=3)
+    head = draft_learner(target, new_draft("head", target, learn, shape(), 0), steps=3)
+    report = distil(target, head, learn, rest, LEARNING, KL, tmp_path)
     lines = list(read_log(tmp_path).values())
     assert lines[0]["acceptance_1"] < 0.1 and lines[-1]["acceptance_1"] > 0.5
     assert report.state.best == pytest.approx(lines[-1]["tokens_per_pass"], abs=1e-3)
@@ -235,7 +235,8 @@ def test_a_model_learns_too_and_loads_as_any_other(tmp_path: Path) -> None:
     """Embeddings that are frozen stay."""
     target = loaded()
     learn, rest = split(written(target, 90), 0.1)
-    distil_model(target, small(), None, learn, rest, LEARNING, KL, tmp_path, freeze_embeddings=False)
+    learner = model_learner(target, small(), None, freeze_embeddings=False)
+    distil(target, learner, learn, rest, LEARNING, KL, tmp_path)
     lines = list(read_log(tmp_path).values())
     assert lines[0]["acceptance_1"] < 0.1 and lines[-1]["acceptance_1"] > 0.4
     assert CausalModel(AutoModelForCausalLM.from_pretrained(tmp_path)).vocab_size == VOCAB
@@ -243,7 +244,7 @@ def test_a_model_learns_too_and_loads_as_any_other(tmp_path: Path) -> None:
     draft = small(tied=True)
     before, layer = draft.get_input_embeddings().weight.clone(), draft.model.layers[0].mlp.down_proj.weight.clone()
     mixed = Objective.parse("tv=0.5,reverse_kl=1")
-    distil_model(target, draft, None, learn[:20], rest, CHEAP, mixed, tmp_path / "frozen")
+    distil(target, model_learner(target, draft, None), learn[:20], rest, CHEAP, mixed, tmp_path / "frozen")
     assert torch.equal(draft.get_input_embeddings().weight, before)
     assert not torch.equal(draft.model.layers[0].mlp.down_proj.weight, layer)
 
@@ -255,14 +256,15 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not(
     """A block drafter's anchors are those of their step; its target's states are kept."""
     target = loaded()
     learn, rest = split(written(target, 40), 0.1)
-    options = {"steps": 2} if kind == "head" else {"anchors": 5, "states": tmp_path / "states"}
+    options = {"steps": 2} if kind == "head" else {"anchors": 5}
+    states = None if kind == "head" else tmp_path / "states"
 
     def go(name: str, **changes: Any) -> Any:
         (tmp_path / name).mkdir(exist_ok=True)
         made = shape(own_head=True) if kind == "head" else shape(layers=1, block_size=4)
         plan = Plan(**{"epochs": 3, "batch_tokens": 400, "rate": 3e-3, "evaluate_minutes": 60, **changes})
-        draft = new_draft(kind, target, learn, made, 0)
-        return distil(target, draft, learn, rest, plan, KL, tmp_path / name, **options)  # type: ignore[arg-type]
+        draft = draft_learner(target, new_draft(kind, target, learn, made, 0), **options)
+        return distil(target, draft, learn, rest, plan, KL, tmp_path / name, states=states)
 
     def interrupted(name: str, owner: Any, method: str, stop: Any) -> None:
         """Run until the method, in the call of which `stop` is called with its number, ends the run."""
@@ -305,7 +307,8 @@ def test_minutes_end_a_run_and_the_best_is_kept(tmp_path: Path, monkeypatch: pyt
     target = loaded()
     learn, rest = split(written(target, 40), 0.2)
     plan = Plan(epochs=1000, minutes=0.05, batch_tokens=400, rate=3e-3, evaluate_minutes=0.01)
-    report = distil(target, new_draft("head", target, learn, shape(), 0), learn, rest, plan, TV, tmp_path)
+    head = draft_learner(target, new_draft("head", target, learn, shape(), 0))
+    report = distil(target, head, learn, rest, plan, TV, tmp_path)
     lines = read_log(tmp_path)
     assert 3 <= report.state.elapsed_s < 4 and len(lines) >= 3
     best = max(lines.values(), key=lambda line: line["tokens_per_pass"])
@@ -334,7 +337,7 @@ def test_a_run_of_limited_time_has_batches_of_which_it_can_make_some(
         (tmp_path / folder).mkdir(exist_ok=True)
         sizes.clear()
         plan = Plan(**{"epochs": 0.2, "minutes": 60, "rate": 3e-3, "evaluate_minutes": 60, **changes})
-        head = new_draft("head", target, learn, shape(), 0)
+        head = draft_learner(target, new_draft("head", target, learn, shape(), 0))
         return int(distil(target, head, learn, rest, plan, TV, tmp_path / folder).state.batch_tokens)
 
     found = go("timed")
