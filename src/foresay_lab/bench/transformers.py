@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -25,20 +24,10 @@ from foresay.models.sources.packaged import ALIASES, converted, dequantize
 from foresay.models.sources.transformers_errors import load_errors, quiet_transformers
 from foresay.spec.expressions import apply, parse
 from foresay_lab.bench.runners import Outcome, PromptBlock
-from foresay_lab.data.requests import PromptRequest
+from foresay_lab.data.requests import PromptRequest, recorded_params_of
 
 PASSED_ON = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos")
 """The sampling parameters that other engines receive."""
-
-
-def check_params(name: str, params: SamplingParams) -> None:
-    """Raise ConfigError for a sampling parameter that other engines do not receive."""
-    default = SamplingParams()
-    for one in fields(SamplingParams):
-        value = getattr(params, one.name)
-        if one.name not in PASSED_ON and value != getattr(default, one.name):
-            text = f"is not supported by {name}, only {', '.join(PASSED_ON)}; leave it out"
-            raise ConfigError(text, param=one.name, value=value)
 
 
 class TransformersRunner:
@@ -63,7 +52,10 @@ class TransformersRunner:
 
     def prepare(self, block: PromptBlock) -> None:
         """Raise ConfigError for a batch or sampling parameters that transformers does not support."""
-        check_params(self.name, block.params)
+        for name, value in recorded_params_of(block.params).items():
+            if name not in PASSED_ON:
+                text = f"is not supported by {self.name}, only {', '.join(PASSED_ON)}; leave it out"
+                raise ConfigError(text, param=name, value=value)
         if self._single and block.batch_size > 1:
             text = f"must be 1: {self.name} decodes one prompt at a time"
             raise ConfigError(text, param="batch_size", value=block.batch_size)

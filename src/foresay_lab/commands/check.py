@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import click
 
@@ -25,7 +24,10 @@ def run(given: Given) -> int:
     if given.tolerance is not None and given.against is None:
         raise ConfigError("is for --against, which is not given; drop it", param="tolerance", value=given.tolerance)
     allowed = check_float("tolerance", compare.TOLERANCE if given.tolerance is None else given.tolerance, 0, 1)
-    _check_save(given.save, given.against)
+    if given.save is not None:  # what could not be written in the end
+        check_output(given.save, force=True, name="save")
+        if given.against is not None and given.save.resolve() == given.against.resolve():
+            raise ConfigError("is the file of --against, too; name another one", param="save", value=given.save)
     recorded = decoding.read_recording(given.recording, given.limit)
     was = None if given.against is None else CheckResult.load(given.against)
     decoding.check_settings(given.drafter, given.length)
@@ -57,14 +59,6 @@ def run(given: Given) -> int:
         for line in _outcome(found, generator):
             click.echo(line)
     return 0 if found.passed else 1
-
-
-def _check_save(save: Path | None, against: Path | None) -> None:
-    """Raise ConfigError for a file that could not be written in the end, or would replace what it is compared with."""
-    if save is not None:
-        check_output(save, force=True, name="save")
-        if against is not None and save.resolve() == against.resolve():
-            raise ConfigError("is the file of --against, too; name another one", param="save", value=save)
 
 
 def _loaded(given: Given, recorded: Recording) -> Generator:

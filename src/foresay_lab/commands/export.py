@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from foresay.errors import ConfigError
 from foresay.json_files import parse_object, read_limited
 from foresay.models.drafts.base import embeddings_of, target_rows
 from foresay.models.drafts.block_config import BlockConfig
-from foresay.models.drafts.config import DraftConfig
 from foresay.models.drafts.files import LAYOUTS, WEIGHTS, read_config, write_draft
 from foresay.models.drafts.kinds import kind_of
 from foresay.models.sources import hub
@@ -73,8 +71,16 @@ def run(given: Given) -> int:
     read = ", ".join(map(str, layers))
     click.echo(f"  reads layers {read} of {config.target}, proposes {config.draft_vocab_size:,} tokens")
     if card is not None:
-        (folder / CARD).write_text(_card(given, config, folder, **card), encoding="utf-8")
-        click.echo(f"  published for {card['base']}: {_pushed(given.push, folder)}")
+        text = model_card(
+            **card,
+            kind=kind_of(read_config(folder)) or config.DRAFTER,
+            drafter=f"hybrid(suffix, {config.DRAFTER}({given.push}))",
+            layers=layers,
+            draft_tokens=config.draft_vocab_size,
+            weight_bytes=(folder / WEIGHTS).stat().st_size,
+        )
+        (folder / CARD).write_text(text, encoding="utf-8")
+        click.echo(f"  published for {card['base_model']}: {_pushed(given.push, folder)}")
     return 0
 
 
@@ -103,25 +109,9 @@ def _checked_card(given: Given) -> dict[str, Any] | None:
         note = parse_object(read_limited(source / NOTE, 1 << 20), str(source / NOTE))
     except OSError:  # a draft that another program made
         note = {}
-    return {"base": bases[0], "note": note, "results": None if given.results is None else Results.load(given.results)}
-
-
-def _card(
-    given: Given, config: DraftConfig, folder: Path, *, base: str, note: Mapping[str, Any], results: Results | None
-) -> str:
-    return model_card(
-        repo=given.push,
-        base_model=base,
-        kind=kind_of(read_config(folder)) or config.DRAFTER,
-        drafter=f"hybrid(suffix, {config.DRAFTER}({given.push}))",
-        layers=config.hidden_layers or (),
-        draft_tokens=config.draft_vocab_size,
-        weight_bytes=(folder / WEIGHTS).stat().st_size,
-        license=given.license,
-        note=note,
-        results=results,
-        names={given.head: given.push},
-    )
+    results = None if given.results is None else Results.load(given.results)
+    known = {"repo": given.push, "base_model": bases[0], "license": given.license, "note": note, "results": results}
+    return {**known, "names": {given.head: given.push}}
 
 
 def _pushed(repo: str, folder: Path) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from foresay_lab.training.prune import Shape, choose_kept, layers_to_keep, prune
 
 _LENGTH = 512
 """Tokens measured at a time."""
-Measure = Callable[[], Importance]
 
 
 def make(given: Given) -> Iterator[str]:
@@ -41,56 +39,35 @@ def make(given: Given) -> Iterator[str]:
     reader = CorpusReader(text) if text else None
     with loading(f"Loading {name}") as progress:
         whole_model, tokenizer = load_weights(name, load_options(given, progress=progress))
+    whole, numbers = Shape.of(whole_model.config), _numbers(given.keep)
     sizes = {name: getattr(given, name) for name in ("hidden", "kv_heads", "feed_forward")}
-    sizes["heads"] = given.attention_heads
-    measure = lambda: _measured(whole_model, tokenizer, reader, given.tokens)  # noqa: E731
-    cut = _cut(whole_model, given.layers, given.keep, sizes, measure)
+    sizes |= {"heads": given.attention_heads, "layers": given.layers}
+    if numbers is not None and given.layers is None:
+        sizes["layers"] = len(numbers)
+    shape, importance = whole.smaller(**sizes), None
+    if given.keep == "important" or dataclasses.replace(shape, layers=whole.layers) != whole:
+        importance = _measured(whole_model, tokenizer, reader, given.tokens)
+    layers = layers_to_keep(numbers or given.keep, shape.layers, whole.layers, importance)
+    small = pruned(whole_model, shape, choose_kept(whole, shape, layers, importance))
     note = {
         "made_by": "foresay distill --kind pruned",
         "model": name,
-        "layers_kept": list(cut.layers),
-        "shape": dataclasses.asdict(cut.shape),
-        "measured_on": cut.importance and {"files": text or "shipped prompts", "tokens": cut.importance.num_tokens},
+        "layers_kept": list(layers),
+        "shape": dataclasses.asdict(shape),
+        "measured_on": importance and {"files": text or "shipped prompts", "tokens": importance.num_tokens},
     }
-    _write(folder, cut.model, tokenizer, note)
+    _write(folder, small, tokenizer, note)
+    before, after = (sum(p.numel() for p in one.parameters()) for one in (whole_model, small))
     yield str(folder)
-    yield from (f"  {line}" for line in _summary(whole_model, cut))
-    yield f"  train it: foresay distill FOLDER --draft {folder}"
-
-
-@dataclass(frozen=True)
-class _Cut:
-    model: Any
-    """The smaller model."""
-    shape: Shape
-    layers: Sequence[int]
-    """Kept layers, by their number in the whole model."""
-    importance: Importance | None
-    """None if nothing had to be measured."""
-
-
-def _cut(whole_model: Any, layers: int | None, keep: str, wanted: dict[str, int | None], measured: Measure) -> _Cut:
-    """Cut the model. layers, keep, wanted: as in `run`. measured: called if a choice needs the importance."""
-    whole, numbers = Shape.of(whole_model.config), _numbers(keep)
-    shape = whole.smaller(layers=len(numbers) if numbers is not None and layers is None else layers, **wanted)
-    narrower = dataclasses.replace(shape, layers=whole.layers) != whole
-    importance = measured() if narrower or keep == "important" else None
-    chosen = layers_to_keep(numbers or keep, shape.layers, whole.layers, importance)
-    return _Cut(pruned(whole_model, shape, choose_kept(whole, shape, chosen, importance)), shape, chosen, importance)
-
-
-def _summary(whole_model: Any, cut: _Cut) -> Iterator[str]:
-    """Lines about the smaller model."""
-    whole, shape = Shape.of(whole_model.config), cut.shape
-    before, after = (sum(p.numel() for p in one.parameters()) for one in (whole_model, cut.model))
-    yield f"layers: {', '.join(map(str, cut.layers))} of {whole.layers}"
+    yield f"  layers: {', '.join(map(str, layers))} of {whole.layers}"
     yield (
-        f"hidden {shape.hidden} of {whole.hidden}, heads {shape.heads}/{shape.kv_heads} of {whole.heads}/{whole.kv_heads}, "
+        f"  hidden {shape.hidden} of {whole.hidden}, heads {shape.heads}/{shape.kv_heads} of {whole.heads}/{whole.kv_heads}, "
         f"feed-forward {shape.feed_forward} of {whole.feed_forward}"
     )
-    yield f"parameters: {before / 1e6:,.1f} M to {after / 1e6:,.1f} M"
-    if cut.importance is not None:
-        yield f"measured on {cut.importance.num_tokens:,} tokens"
+    yield f"  parameters: {before / 1e6:,.1f} M to {after / 1e6:,.1f} M"
+    if importance is not None:
+        yield f"  measured on {importance.num_tokens:,} tokens"
+    yield f"  train it: foresay distill FOLDER --draft {folder}"
 
 
 def _numbers(keep: str) -> list[int] | None:

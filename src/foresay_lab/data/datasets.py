@@ -51,7 +51,13 @@ def load_items(
     if not items:
         raise ConfigError("contains no prompts", param="path", value=source)
     if category is not None:
-        items = _of_category(items, category, source)
+        known = {item.category for item in items} - {""}
+        if not known:
+            text = f"does not apply: the prompts of {source!r} have no categories; leave it out"
+            raise ConfigError(text, param="category", value=category)
+        if category not in known:
+            raise UnknownNameError("category", category, known)
+        items = [item for item in items if item.category == category]
     return items if count is None else subset(items, count, seed)
 
 
@@ -104,16 +110,6 @@ def _shuffled(items: Sequence[PromptItem], seed: int) -> list[list[int]]:
 
 def _digest(item: PromptItem, seed: int) -> bytes:
     return hashlib.sha256(f"{seed}:{item.id}".encode("utf-8", "surrogatepass")).digest()
-
-
-def _of_category(items: Sequence[PromptItem], category: str, source: str) -> list[PromptItem]:
-    known = {item.category for item in items} - {""}
-    if not known:
-        text = f"does not apply: the prompts of {source!r} have no categories; leave it out"
-        raise ConfigError(text, param="category", value=category)
-    if category not in known:
-        raise UnknownNameError("category", category, known)
-    return [item for item in items if item.category == category]
 
 
 def _records(source: str, format: str | None, field: str | None, split: str | None) -> Iterator[DataRecord]:

@@ -189,29 +189,25 @@ def _json(text: str, source: str) -> Iterator[DataRecord]:
 
 
 def _csv(text: str, source: str, columns: Sequence[str]) -> Iterator[DataRecord]:
-    names: Sequence[str] = ()
-    for number, position, row in _csv_rows(text, source):
-        if not names:
-            has_header = not columns or columns[0] in row
-            names = row if has_header else columns
-            if (repeated := next((name for name, times in Counter(names).items() if times > 1), None)) is not None:
-                raise ConfigError(f": the header row has the column {repeated!r} twice", param=position, value=repeated)
-            if has_header:
-                continue
-        if len(row) != len(names):
-            problem = f": {len(row)} columns instead of {len(names)}: {', '.join(names)}"
-            raise ConfigError(problem, param=position, value=len(row))
-        yield DataRecord(position, number, dict(zip(names, row, strict=True)))
-
-
-def _csv_rows(text: str, source: str) -> Iterator[tuple[int, str, list[str]]]:
-    """Yield (line number, position, row) for each row, skipping empty lines."""
+    """Yield the records of the rows; empty lines are skipped."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    names: Sequence[str] = ()
     begin = 1
     try:
         for row in reader:
+            number, position, begin = begin, f"{source}, line {begin}", reader.line_num + 1
+            if row and not names:
+                has_header = not columns or columns[0] in row
+                names = row if has_header else columns
+                if repeated := [name for name, times in Counter(names).items() if times > 1]:
+                    text = f": the header row has the column {repeated[0]!r} twice"
+                    raise ConfigError(text, param=position, value=repeated[0])
+                if has_header:
+                    continue
+            if row and len(row) != len(names):
+                problem = f": {len(row)} columns instead of {len(names)}: {', '.join(names)}"
+                raise ConfigError(problem, param=position, value=len(row))
             if row:
-                yield begin, f"{source}, line {begin}", row
-            begin = reader.line_num + 1
+                yield DataRecord(position, number, dict(zip(names, row, strict=True)))
     except csv.Error as error:
         raise ConfigError(f": not CSV: {error}", param=f"{source}, line {begin}") from None
