@@ -74,7 +74,10 @@ def gains(
 
     goes_on: called before each method but the first, which is always predicted; False ends.
     """
-    parts = {kind: _of_kind(recording, kind) for kind in dict.fromkeys(one.category for one in recording.records)}
+    parts = {
+        kind: replace(recording, records=tuple(one for one in recording.records if one.category == kind))
+        for kind in dict.fromkeys(one.category for one in recording.records)
+    }
     plain = {kind: plain_decoding(part, 1, profile) for kind, part in parts.items()}
     whole, found = _sum(list(plain.values())), list[Gain]()
     for method in methods:
@@ -143,10 +146,6 @@ def _prefill_token_s(target: Generator, count: int) -> float:
         target.generate([ids], SamplingParams(max_new_tokens=1, ignore_eos=True))
         seconds = perf_counter() - began
     return seconds / count
-
-
-def _of_kind(recording: Recording, kind: str) -> Recording:
-    return replace(recording, records=tuple(one for one in recording.records if one.category == kind))
 
 
 def _sum(parts: Sequence[Expected]) -> Expected:

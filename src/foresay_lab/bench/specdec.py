@@ -53,9 +53,12 @@ def specdec_records(
         speculative, alone, drafted = (run_live(run, [request], request_params) for run in (one_row, plain, draft))
         stats, tokens = speculative.stats, alone.outputs[0]
         per_token = draft_tokens(one_row, request.token_ids, tokens, request_params)
+        prompt: Any = request.item.prompt
+        if request.turn or not isinstance(prompt, str):
+            prompt = Detokenizer(generator.tokenizer).all(request.token_ids)
         yield {
             "id": number,
-            "prompt": _prompt(request, generator.tokenizer),
+            "prompt": prompt,
             "prefix": list(request.token_ids),
             "continuation": Detokenizer(generator.tokenizer, context=request.token_ids).all(tokens),
             "tokens": tokens,
@@ -70,11 +73,6 @@ def specdec_records(
             "draft_time": drafted.seconds,
             "generated_length_draft": drafted.tokens,
         }
-
-
-def _prompt(request: PromptRequest, tokenizer: Any) -> str:
-    text = request.item.prompt
-    return text if isinstance(text, str) and not request.turn else Detokenizer(tokenizer).all(request.token_ids)
 
 
 def draft_alone(generator: Generator) -> Generator:

@@ -54,15 +54,20 @@ def run(given: Given) -> int:
     names = [str(path) for path in given.recording]
     measured: dict[str, Any] = {"batch_size": given.batch_size, "profile": given.profile and str(given.profile)}
     measured |= {"costs": costs or None, "target_cost": target_cost or None}
+    files = {name: path for name in ("profile", "costs") if (path := measured[name]) and Path(path).is_file()}
+    by = measured | {name: digest_of(path) for name, path in files.items()}  # what all results in one file share
+    by |= {name: getattr(given, name) for name in (*FORMATS, "model")}
+    by["prompts"] = [given.prompts, given.raw] if any(map(is_printed, given.recording)) else None
     digests = [digest_of(name) for name in names]
     cells = dict(enumerate(product(range(len(names)), named)))
     keys = {i: (digests[number], method.name) for i, (number, method) in cells.items()}
     seen: list[Recording] = []
-    with open_grid(given.output, _same(measured, given)) as (there, append):
+    with open_grid(given.output, by) as (there, append):
         found = {i: there[key] for i, key in keys.items() if key in there}
         missing = {i: cell for i, cell in cells.items() if i not in found}
         if sharing.wanted(given) and missing:
-            done = _shared(names, missing, measured, given, seen)
+            absolute = {name: os.path.abspath(path) for name, path in files.items()}
+            done = _shared(names, missing, measured | absolute, given, seen)
         else:
             done = _alone(missing, ReplaySettings.read(**measured), given, seen)
         for i, facts in done:
@@ -76,15 +81,6 @@ def run(given: Given) -> int:
     else:
         _show(lines, seen, several=len(names) > 1)
     return 0
-
-
-def _same(measured: Mapping[str, Any], given: Given) -> dict[str, Any]:
-    """Settings that all results in one file share; a file is identified by its digest."""
-    named = {name: measured[name] for name in ("profile", "costs")}
-    files = {name: digest_of(path) for name, path in named.items() if path and Path(path).is_file()}
-    prompts = [given.prompts, given.raw] if any(map(is_printed, given.recording)) else None
-    kept = {name: getattr(given, name) for name in (*FORMATS, "model")}
-    return {**measured, **files, **kept, "prompts": prompts}
 
 
 def _alone(
@@ -116,8 +112,6 @@ def _shared(
     if not given.model:
         del load["target"]  # the recordings name it
     setup = {"kind": "replay", "load": load, "recordings": [os.path.abspath(name) for name in names], **measured}
-    paths = {name: measured[name] for name in ("profile", "costs")}
-    setup |= {name: os.path.abspath(path) for name, path in paths.items() if path and Path(path).exists()}
     tasks = {i: {"recording": number, "method": asdict(method)} for i, (number, method) in cells.items()}
     with sharing.pool(given, setup) as pool, advancing("Replaying") as advance:
         for done, (i, facts) in enumerate(pool.run(tasks), 1):

@@ -179,11 +179,6 @@ def _show(tuning: Tuning) -> None:
     click.echo(f"took: {took}")
 
 
-def _relative_name(output: Path, name: str) -> str:
-    """The target's name in a settings file: a path relative to the file, if it is one."""
-    return os.path.relpath(name, output.parent) if Path(name).exists() and not Path(name).is_absolute() else name
-
-
 def _answer(tuning: Tuning, batch_size: int, target: Generator, prompts: str, given: Given) -> None:
     """Print the answer; write the settings file if it is not the default, or if it was named.
 
@@ -206,14 +201,15 @@ def _answer(tuning: Tuning, batch_size: int, target: Generator, prompts: str, gi
 
 
 def _write(tuning: Tuning, batch_size: int, target: Generator, prompts: str, given: Given) -> None:
-    best = tuning.best
-    origin = provenance()
+    best, origin, name = tuning.best, provenance(), target.target.name
+    if Path(name).exists() and not Path(name).is_absolute():
+        name = os.path.relpath(name, given.output.parent)  # a path is relative to the settings file
     measured: dict[str, Any] = {"prompts": prompts, "processor": origin["machine"]["processor"], "time": origin["time"]}
     measured |= {"threads": origin["machine"]["threads"], "foresay": origin["versions"].get("foresay", "")}
     weights, source = target.target.weights, given.model or FILE
     stored = read_settings(source) if is_settings(source) and Path(source).is_file() else None
     chosen: dict[str, Any] = {
-        "target": _relative_name(given.output, target.target.name),
+        "target": name,
         "max_batch_size": batch_size,
         "dtype": target.target.dtype or None,
         "weights": weights if weights in WEIGHTS else None,

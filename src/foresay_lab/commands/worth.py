@@ -63,15 +63,8 @@ def _recorded(target: Generator, prompts: Sequence[PromptItem], kinds: int, end:
     """Record the outputs of one prompt of each kind, then of further ones until `end`, a time of `monotonic`."""
     params = SamplingParams(max_new_tokens=_TOKENS)
     with TemporaryDirectory() as folder, advancing("Recording") as advance:
-        return record_until(
-            target,
-            prompts,
-            Path(folder) / "outputs.jsonl",
-            params,
-            step=kinds,
-            end=end,
-            on_progress=lambda progress: advance(progress.done, len(prompts)),
-        )
+        path, show = Path(folder) / "outputs.jsonl", lambda progress: advance(progress.done, len(prompts))
+        return record_until(target, prompts, path, params, step=kinds, end=end, on_progress=show)
 
 
 def _show(target: Generator, found: Sequence[Gain], busy: str, options: str, *, as_json: bool) -> None:

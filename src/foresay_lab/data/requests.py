@@ -70,14 +70,9 @@ class RequestBuilder:
         pending: list[tuple[PromptRequest, list[str]]] = [(one, []) for one in requests if one.item.followups]
         while pending:
             outputs = self.generator.plain().generate([list(one.token_ids) for one, _ in pending], greedy)
-            following: list[tuple[PromptRequest, list[str]]] = []
-            for (one, earlier), output in zip(pending, outputs, strict=True):
-                answers = [*earlier, output.text]
-                after = self.following(one, answers)
-                if after is not None:
-                    following.append((after, answers))
-            requests += [one for one, _ in following]
-            pending = following
+            ended = [(one, [*said, output.text]) for (one, said), output in zip(pending, outputs, strict=True)]
+            pending = [(after, said) for one, said in ended if (after := self.following(one, said)) is not None]
+            requests += [one for one, _ in pending]
         return requests
 
     def _request(self, item: PromptItem, turn: int, prompt: Any) -> PromptRequest:

@@ -148,7 +148,10 @@ def write_recording(
     chosen: some of the items; None for all. Raises ConfigError as `record` does.
     """
     ids = {item.id for item in (items if chosen is None else chosen)}
-    check_unique([item.id for item in items])
+    if not items:
+        raise ConfigError("are none; give at least one", param="prompts", value=())
+    if repeated := [name for name, times in Counter(item.id for item in items).items() if times > 1]:
+        raise ConfigError("is not unique; rename one of the prompts", param="id", value=min(repeated))
     with recording_writer(path, header) as writer:
         existing = {str(line["id"]): line["output"] for line in writer.lines}
         turns = [[item.id, *(f"{item.id}/{i + 2}" for i in range(len(item.followups)))] for item in items]
@@ -167,15 +170,6 @@ def write_recording(
                 progress = replace(progress, done=progress.done + 1, tokens=tokens)
             on_progress(progress)
     return Recording.load(path)
-
-
-def check_unique(ids: Sequence[str]) -> None:
-    """Raise ConfigError if there are no prompts or their ids are not unique."""
-    if not ids:
-        raise ConfigError("are none; give at least one", param="prompts", value=())
-    repeated = [name for name, times in Counter(ids).items() if times > 1]
-    if repeated:
-        raise ConfigError("is not unique; rename one of the prompts", param="id", value=min(repeated))
 
 
 def header(
