@@ -34,10 +34,11 @@ from foresay.models.sources.packaged import packaged_file
 from foresay.records.provenance import machine
 from foresay.records.results import Run
 from foresay.threads import single_threaded
-from foresay_lab.bench.runners import MethodRunner, Outcome, PromptBlock, Runner, take_turns
+from foresay_lab.bench.runners import MethodRunner, PromptBlock, Runner, take_turns
 from foresay_lab.bench.transformers import TransformersRunner
 from foresay_lab.data.datasets import load_items, subset
 from foresay_lab.data.requests import PromptRequest, RequestBuilder
+from foresay_lab.measure.live_run import Outcome
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "RESULTS.md"
@@ -103,7 +104,7 @@ class EngineRunner:
     def run(self, block: PromptBlock, requests: Sequence[PromptRequest]) -> Outcome:
         prompts, params = [list(map(int, request.token_ids)) for request in requests], block.params
         size = {"new": params.max_new_tokens, "batch": block.batch_size, "ignore_eos": params.ignore_eos}
-        return Outcome(**{"live": None, **self._engine("texts", prompts=prompts, **size)})
+        return Outcome(**self._engine("texts", prompts=prompts, **size))
 
 
 def log(text: str) -> None:

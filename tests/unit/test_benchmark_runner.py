@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 import foresay
-from foresay_lab.bench.runners import Outcome, PromptBlock
+from foresay_lab.bench.runners import PromptBlock
 from foresay_lab.data.items import PromptItem
 from foresay_lab.data.requests import PromptRequest
+from foresay_lab.measure.live_run import Outcome
 
 ROOT = Path(foresay.__file__).parents[2]
 LEGEND = {"gain": ("fast / slow", ">= 1.2")}

@@ -19,8 +19,9 @@ from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, Method
 from foresay.records.provenance import provenance
 from foresay.records.results import Cell, Failure, Prediction, Results, Run, Trace, read_result, results_writer
-from foresay_lab.bench.runners import MethodRunner, Outcome, PromptBlock, Runner, sampling_name, take_turns
+from foresay_lab.bench.runners import MethodRunner, PromptBlock, Runner, sampling_name, take_turns
 from foresay_lab.data.requests import PromptRequest, digest, recorded_params_of
+from foresay_lab.measure.live_run import Outcome
 
 _TRACES = 2
 """Number of outputs per run whose traces are reported."""
@@ -128,10 +129,10 @@ class BenchExecutor:
             yield result, self._traces(chosen, result.cell, outcome)
 
     def _traces(self, block: PromptBlock, cell: Cell, outcome: Outcome | None) -> list[Trace]:
-        if outcome is None or outcome.live is None or self._tokenizer is None or cell.method == PLAIN:
+        if outcome is None or not outcome.generations or self._tokenizer is None or cell.method == PLAIN:
             return []
         out = []
-        for request, one in list(zip(block.asks, outcome.live.generations, strict=True))[:_TRACES]:
+        for request, one in list(zip(block.asks, outcome.generations, strict=True))[:_TRACES]:
             pieces = one.pieces(self._tokenizer)
             out.append(Trace(cell, request.id, tuple((piece.text, piece.origin.value) for piece in pieces)))
         return out

@@ -17,7 +17,7 @@ from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, Method
 from foresay.records.results import Cell, Failure, Run
 from foresay_lab.data.requests import PromptRequest
-from foresay_lab.measure.live_run import LiveRun, run_live
+from foresay_lab.measure.live_run import Outcome, run_live
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +41,6 @@ def sampling_name(params: SamplingParams) -> str:
     cut = {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p}
     default = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     return " ".join([f"t={params.temperature:g}", *(f"{k}={v:g}" for k, v in cut.items() if v != default[k])])
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The outputs of a run and its duration in seconds."""
-
-    seconds: float
-    outputs: list[list[int]]
-    live: LiveRun | None = None
-    """The run with its Steps; None for other engines."""
-
-    @property
-    def tokens(self) -> int:
-        """Number of output tokens."""
-        return sum(map(len, self.outputs))
 
 
 class Runner(Protocol):
@@ -101,8 +86,7 @@ class MethodRunner:
 
     def run(self, block: PromptBlock, requests: Sequence[PromptRequest]) -> Outcome:
         """Decode with foresay's engine."""
-        live = run_live(self.generator, requests, block.params)
-        return Outcome(live.seconds, live.outputs, live)
+        return run_live(self.generator, requests, block.params)
 
 
 def take_turns(
@@ -164,8 +148,8 @@ def _guarded(work: Callable[[], Outcome | None]) -> Outcome | str | None:
 
 
 def _as_run(block: PromptBlock, repeat: int, runner: Runner, outcome: Outcome, **more: Any) -> Run:
-    if outcome.live is not None:
-        more |= {"stats": outcome.live.stats.as_dict(), "prompts": outcome.live.prompts(block.asks)}
+    if outcome.generations:
+        more |= {"stats": outcome.stats.as_dict(), "prompts": outcome.prompts(block.asks)}
     return Run(block.cell(runner.name), repeat, outcome.seconds, outcome.tokens, exact=runner.exact, **more)
 
 

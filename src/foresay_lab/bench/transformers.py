@@ -23,8 +23,9 @@ from foresay.models.sources.load_options import DTYPES, LoadOptions
 from foresay.models.sources.packaged import ALIASES, converted, dequantize
 from foresay.models.sources.transformers_errors import load_errors, quiet_transformers
 from foresay.spec.expressions import apply, parse
-from foresay_lab.bench.runners import Outcome, PromptBlock
+from foresay_lab.bench.runners import PromptBlock
 from foresay_lab.data.requests import PromptRequest, recorded_params_of
+from foresay_lab.measure.live_run import Outcome
 
 PASSED_ON = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos")
 """The sampling parameters that other engines receive."""

@@ -24,10 +24,11 @@ from foresay.lengths import LENGTHS, ConstantLength
 from foresay.records.results import Failure, Run
 from foresay.spec.expressions import parse, to_expression
 from foresay.text.formatting import NOISE, is_noise, percent, yes_no
-from foresay_lab.bench.runners import MethodRunner, Outcome, PromptBlock, Runner, take_turns
+from foresay_lab.bench.runners import MethodRunner, PromptBlock, Runner, take_turns
 from foresay_lab.candidates import advice
 from foresay_lab.data.items import PromptItem
 from foresay_lab.data.requests import PromptRequest, RequestBuilder
+from foresay_lab.measure.live_run import Outcome
 from foresay_lab.tune import DRAFTERS
 
 ALONE = "draft alone"
@@ -108,9 +109,9 @@ def compare(
         row = by_runner[run.cell.method]
         if isinstance(run, Failure):
             row.failures.append(run.error)
-        elif outcome is not None and outcome.live is not None:
+        elif outcome is not None and outcome.generations:
             row.runs.append(run)
-            row.generations.extend(outcome.live.generations)
+            row.generations.extend(outcome.generations)
     return rows
 
 

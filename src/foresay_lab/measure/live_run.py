@@ -23,23 +23,20 @@ class DraftFailedError(ForesayError):
 
 
 @dataclass(frozen=True, slots=True)
-class LiveRun:
+class Outcome:
     """The outputs and the time of a run."""
 
     seconds: float
     """Wall-clock time from the first request to the last token, including prompt processing."""
-    generations: tuple[Generation, ...]
-    """One per request, in order."""
-
-    @property
-    def outputs(self) -> list[list[int]]:
-        """The output token ids of each request."""
-        return [list(one.token_ids) for one in self.generations]
+    outputs: list[list[int]]
+    """Token ids of each request, in order."""
+    generations: tuple[Generation, ...] = ()
+    """One per request, with its Steps; none from other engines."""
 
     @property
     def tokens(self) -> int:
         """Number of output tokens."""
-        return sum(len(one.token_ids) for one in self.generations)
+        return sum(map(len, self.outputs))
 
     @property
     def stats(self) -> Stats:
@@ -52,7 +49,7 @@ class LiveRun:
         return tuple(PromptResult.of(request.id, request.category, one.steps) for request, one in pairs)
 
 
-def run_live(generator: Generator, requests: Sequence[PromptRequest], params: SamplingParams) -> LiveRun:
+def run_live(generator: Generator, requests: Sequence[PromptRequest], params: SamplingParams) -> Outcome:
     """Decode every request and time the run. Each sampled request has its own seed as in `generate`, equal in every run."""
     params = params if params.greedy else dataclasses.replace(params, seed=params.seed or 0)
     return decode(generator, [(one.id, one.token_ids, seeded(params, index)) for index, one in enumerate(requests)])
@@ -62,7 +59,7 @@ def decode(
     generator: Generator,
     prompts: Sequence[tuple[str, Sequence[int], SamplingParams]],
     on_progress: Callable[[int, int], None] = lambda done, tokens: None,
-) -> LiveRun:
+) -> Outcome:
     """Decode prompts in batches and time the run. prompts: (id, token ids, parameters) of each.
 
     The state that a drafter keeps between requests is cleared first. on_progress: called after every step with the number of
@@ -89,4 +86,5 @@ def decode(
     seconds = perf_counter() - start
     if session.engine.draft_failures:
         raise DraftFailedError(f"the drafter failed: {session.draft_error}")
-    return LiveRun(seconds, tuple(done[index] for index in range(len(prompts))))
+    generations = tuple(done[index] for index in range(len(prompts)))
+    return Outcome(seconds, [list(one.token_ids) for one in generations], generations)

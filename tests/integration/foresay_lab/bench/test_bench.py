@@ -18,9 +18,9 @@ from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, methods
 from foresay.records.results import Cell, Failure, Prediction, Results
 from foresay_lab.bench.bench import BenchSettings, Progress, bench
-from foresay_lab.bench.runners import MethodRunner, Outcome, sampling_name
+from foresay_lab.bench.runners import MethodRunner, sampling_name
 from foresay_lab.data.requests import PromptRequest, RequestBuilder
-from foresay_lab.measure.live_run import DraftFailedError, run_live
+from foresay_lab.measure.live_run import DraftFailedError, Outcome, run_live
 from helpers.families import make
 from helpers.recordings import Numbers, cycle, loaded, numbered
 from helpers.refusals import refuses
