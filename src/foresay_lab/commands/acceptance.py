@@ -9,7 +9,6 @@ from foresay.cli.command import Given
 from foresay.cli.common import check_folder, load_generator
 from foresay.cli.progress import advancing
 from foresay.errors import ConfigError
-from foresay.lengths.acceptance_head import AcceptanceHead
 from foresay.records.recording import Recording, read_params
 from foresay_lab.training.acceptance import AcceptancePlan, Calibration, evaluate_acceptance, train_acceptance
 from foresay_lab.training.accepted import Examples, collect, load_examples, split_examples
@@ -45,7 +44,13 @@ def make(given: Given) -> Iterator[str]:
         yield f"  {found} files of data from an earlier run"
     accepted = float(Examples.joined([learn, held_out]).labels.float().mean())
     yield f"  trained on {len(learn):,} draft tokens, {len(held_out):,} held out, mean acceptance {accepted:.0%}"
-    yield from _described(head, held_out, given.rejection_weight)
+    calibration, weight = evaluate_acceptance(head, held_out), given.rejection_weight
+    yield f"  {_fit(calibration)}"
+    if weight not in (0.0, 1.0):
+        yield f"  trained with rejection weight {weight:g}: it predicts a / (a + {weight:g} (1 - a)) for a probability a"
+        yield f"  corrected for that: {_fit(evaluate_acceptance(head, held_out, weight))}"
+    for predicted, share, count in calibration.bins:
+        yield f"  predicted {predicted:.2f}: accepted {share:.2f} ({count:,} tokens)"
     yield f"  draft with it: --length 'acceptance({folder})'"
 
 
@@ -66,17 +71,6 @@ def _collect(given: Given, folder: Path) -> int:
     with advancing("Drafting") as advance:
         params, length = read_params(recordings[0].params), given.draft_steps or 8
         return collect(generator, prompts, params, folder, length=length, on_progress=advance)
-
-
-def _described(head: AcceptanceHead, examples: Examples, weight: float) -> Iterator[str]:
-    """Lines about the calibration of a head on held-out tokens."""
-    found = evaluate_acceptance(head, examples)
-    yield f"  {_fit(found)}"
-    if weight not in (0.0, 1.0):
-        yield f"  trained with rejection weight {weight:g}: it predicts a / (a + {weight:g} (1 - a)) for a probability a"
-        yield f"  corrected for that: {_fit(evaluate_acceptance(head, examples, weight))}"
-    for predicted, accepted, count in found.bins:
-        yield f"  predicted {predicted:.2f}: accepted {accepted:.2f} ({count:,} tokens)"
 
 
 def _fit(found: Calibration) -> str:

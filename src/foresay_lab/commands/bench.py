@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,9 @@ def run(given: Given) -> int:
     if given.report is not None:
         check_matplotlib()
         check_folder(given.report, (PAGE,))
-    if given.specdec is not None:
-        _check_specdec(named, sets, every, sizes, shared=shared)
+    if given.specdec is not None and (shared or sizes != [1] or {len(named), len(sets), len(every)} != {1}):
+        text = "takes one --drafter and --length, at most one --prompts and --temperature, and no --batch-size or --workers"
+        raise ConfigError(text, param="specdec")
     if shared:
         if given.against:
             raise ConfigError("and --workers contradict: an engine needs the whole machine; drop one", param="against")
@@ -90,13 +91,6 @@ def _finish(results: Results, given: Given) -> int:
     if given.report is not None and results.runs:
         click.echo(f"wrote {write(read_report([given.output]), given.report)}")
     return code
-
-
-def _check_specdec(named: Sized, sets: Sized, params: Sized, sizes: Sequence[int], *, shared: bool) -> None:
-    """Raise ConfigError unless one method runs one prompt at a time, in this process."""
-    if shared or list(sizes) != [1] or {len(named), len(sets), len(params)} != {1}:
-        text = "takes one --drafter and --length, at most one --prompts and --temperature, and no --batch-size or --workers"
-        raise ConfigError(text, param="specdec")
 
 
 def _write_specdec(path: Path, generator: Generator, requests: Sequence[PromptRequest], params: SamplingParams) -> None:

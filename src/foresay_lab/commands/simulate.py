@@ -132,17 +132,13 @@ def _show(lines: list[dict[str, Any]], searched: list[dict[str, Any]], recorded:
 
     show_table(headings, [row(line) for line in lines])
     for line in searched:
-        click.echo(_within_targets(line))
+        text = f"meets the latency targets up to {line['highest_rate']:.3g} requests/s"
+        if not line["highest_rate"]:
+            text = "misses the latency targets at any rate"
+        elif "replicas" in line:
+            text += f"; {line['total_rate']:g} requests/s need {line['replicas']} engines"
+        click.echo(f"{line['method']}: {text}")
     click.echo(f"simulated with {len(recorded.records)} outputs of {recorded.model or 'a recording'}")
-
-
-def _within_targets(line: dict[str, Any]) -> str:
-    if not line["highest_rate"]:
-        return f"{line['method']}: misses the latency targets at any rate"
-    text = f"{line['method']}: meets the latency targets up to {line['highest_rate']:.3g} requests/s"
-    if "replicas" in line:
-        text += f"; {line['total_rate']:g} requests/s need {line['replicas']} engines"
-    return text
 
 
 def _duration(seconds: float) -> str:

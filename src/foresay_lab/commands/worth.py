@@ -20,11 +20,9 @@ from foresay.cli.tables import show_table
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.generator import Generator
 from foresay.generation.method import Method
-from foresay.records.recording import Recording
 from foresay_lab import worth
 from foresay_lab.candidates import advice
 from foresay_lab.commands.options import items
-from foresay_lab.data.items import PromptItem
 from foresay_lab.replay.record import record_until
 from foresay_lab.worth import Gain
 
@@ -45,7 +43,10 @@ def run(given: Given) -> int:
     kinds = len({one.category for one in prompts})
     target = load_target(given, named, max_batch_size=max(kinds, 2))
     methods = [*own_methods(target), *named]
-    recording = _recorded(target, prompts, kinds, began + _RECORDED * seconds)
+    params, until = SamplingParams(max_new_tokens=_TOKENS), began + _RECORDED * seconds
+    with TemporaryDirectory() as folder, advancing("Recording") as advance:
+        path, show = Path(folder) / "outputs.jsonl", lambda progress: advance(progress.done, len(prompts))
+        recording = record_until(target, prompts, path, params, step=kinds, end=until, on_progress=show)
     with loading("Timing passes, replaying methods"):
         lengths = sorted(len(one.prompt) + len(one.output) // 2 for one in recording.records)
         profile, busy = worth.timed(target, lengths[len(lengths) // 2], _PROBE)
@@ -57,14 +58,6 @@ def run(given: Given) -> int:
             found[0], busy = worth.run_live(target, recording, profile, found[0], end)
     _show(target, found, busy, typed_loading(given), as_json=given.json)
     return 0
-
-
-def _recorded(target: Generator, prompts: Sequence[PromptItem], kinds: int, end: float) -> Recording:
-    """Record the outputs of one prompt of each kind, then of further ones until `end`, a time of `monotonic`."""
-    params = SamplingParams(max_new_tokens=_TOKENS)
-    with TemporaryDirectory() as folder, advancing("Recording") as advance:
-        path, show = Path(folder) / "outputs.jsonl", lambda progress: advance(progress.done, len(prompts))
-        return record_until(target, prompts, path, params, step=kinds, end=end, on_progress=show)
 
 
 def _show(target: Generator, found: Sequence[Gain], busy: str, options: str, *, as_json: bool) -> None:

@@ -38,7 +38,12 @@ def read_report(results: Sequence[Path_], *, title: str | None = None) -> Report
     for path in results:
         if seen.setdefault(os.path.realpath(path), path) is not path:
             raise ConfigError("is given twice; its runs would count double", param="path", value=path)
-        one = _loaded(path)
+        one = Results.load(path)
+        if not one.runs:
+            failed = [f"{failure.cell}: {failure.error}" for failure in one.failures]
+            reason = f"; {len(failed)} failed, the first with: {failed[0]}" if failed else ""
+            text = f"contains no run{reason}; a report needs at least one finished run"
+            raise ConfigError(text, param="path", value=path)
         source = Source(os.fspath(path), one.settings, one.provenance)
         for cell in one.by_cell():
             first = owners.setdefault(cell, source)
@@ -55,16 +60,6 @@ def read_report(results: Sequence[Path_], *, title: str | None = None) -> Report
     warnings = [*_source_differences(sources), *_doubts(table)]
     summary = [_conclusion(group, of) for group, of in grouped(table).items()]
     return Report(title or TITLE, summary, warnings, table, failures, whole.traces, sources)
-
-
-def _loaded(path: Path_) -> Results:
-    results = Results.load(path)
-    if not results.runs:
-        failed = [f"{one.cell}: {one.error}" for one in results.failures]
-        reason = f"; {len(failed)} failed, the first with: {failed[0]}" if failed else ""
-        text = f"contains no run{reason}; a report needs at least one finished run"
-        raise ConfigError(text, param="path", value=path)
-    return results
 
 
 def _disagreeing(first: Any, second: Any) -> str:

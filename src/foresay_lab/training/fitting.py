@@ -82,10 +82,6 @@ class Plan:
         check_choice("optimiser", self.optimiser, OPTIMISERS)
         check_choice("precision", self.precision, tuple(_PRECISIONS))
 
-    def resume_settings(self) -> dict[str, Any]:
-        """Return the settings that must not change on resumption: all but the budget."""
-        return {k: v for k, v in asdict(self).items() if k not in ("epochs", "minutes", "evaluate_minutes")}
-
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
@@ -160,7 +156,7 @@ class Fitting:
         self.settings = {
             "objective": str(objective),
             **(settings or {}),
-            **plan.resume_settings(),
+            **{k: v for k, v in asdict(plan).items() if k not in ("epochs", "minutes", "evaluate_minutes")},
             "processes": self.processes.count,
         }
         self.accelerator = Accelerator(
@@ -179,7 +175,7 @@ class Fitting:
             self.state = load_checkpoint(folder / CHECKPOINT, self.settings, student, optimisers) or State()
         self.resumed_at = self.state.step
         """Optimiser steps made by earlier runs."""
-        # no DistributedDataParallel: gradients are summed over processes in _mean_gradients
+        # no DistributedDataParallel: gradients are summed over processes in _step
         self.student = self.accelerator.prepare_model(student, evaluation_mode=True)
         self.optimisers = [self.accelerator.prepare_optimizer(one) for one in optimisers]
         self._start = perf_counter() - self.state.elapsed_s
@@ -290,7 +286,9 @@ class Fitting:
             sums += torch.tensor([float(total.detach()), float(weight), float(batch.loss_mask().sum())])
             self.accelerator.backward(total)
         sums = self.processes.summed(sums)
-        self._mean_gradients(1.0 / max(1.0, float(sums[1])))
+        gradients = [one.grad for one in self.student.parameters() if one.grad is not None]
+        torch._foreach_mul_(gradients, 1.0 / max(1.0, float(sums[1])))
+        self.processes.sum_in_place(gradients)
         self.accelerator.clip_grad_norm_(self.student.parameters(), self.plan.clip)
         for one in self.optimisers:
             one.step()
@@ -301,12 +299,6 @@ class Fitting:
         if self.processes.is_main:
             latest = self._losses[-50:]
             self.on_progress(share, f"loss {sum(latest) / len(latest):.3f}, best {self.state.best:.2f}")
-
-    def _mean_gradients(self, factor: float) -> None:
-        """Multiply the gradients by a factor and sum them over all processes."""
-        gradients = [one.grad for one in self.student.parameters() if one.grad is not None]
-        torch._foreach_mul_(gradients, factor)
-        self.processes.sum_in_place(gradients)
 
     def _next_batch(self) -> Any:
         state, index, count = self.state, self.processes.index, self.processes.count

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
+from functools import reduce
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -215,6 +216,7 @@ class _Merged:
     def __init__(self, length: int, bits: int) -> None:
         self.length, self._bits = length, np.uint64(bits)
         self._per_column = 64 // bits
+        self._column_starts = range(0, length, self._per_column)
         self._parts: list[_Grams] = []
 
     @property
@@ -227,7 +229,8 @@ class _Merged:
         if not len(ends):
             return
         digits = [tokens[ends - back].astype(np.uint64) for back in [1, *range(self.length - 1, 1, -1), 0]]
-        columns = np.stack([self._packed(digits[i : i + self._per_column]) for i in self._column_starts()])
+        pack = lambda column, digit: column << self._bits | digit  # noqa: E731
+        columns = np.stack([reduce(pack, digits[i : i + self._per_column]) for i in self._column_starts])
         self._parts.append(_distinct(_Grams(columns, np.ones(len(ends), dtype=np.int64))))
         if 2 * len(self._parts[0].counts) <= self.size:  # each n-gram is moved O(log n) times
             self.merge()
@@ -235,7 +238,7 @@ class _Merged:
     def merge(self) -> _Grams:
         """Merge all parts into one and return it."""
         if not self._parts:
-            self._parts = [_Grams(np.empty((len(self._column_starts()), 0), np.uint64), np.empty(0, np.int64))]
+            self._parts = [_Grams(np.empty((len(self._column_starts), 0), np.uint64), np.empty(0, np.int64))]
         if len(self._parts) > 1:
             columns, counts = zip(*self._parts, strict=True)
             self._parts = [_distinct(_Grams(np.concatenate(columns, axis=1), np.concatenate(counts)))]
@@ -269,20 +272,11 @@ class _Merged:
         *contexts, successor = self._unpacked(columns[:, first])
         return contexts, successor.astype(np.int32)
 
-    def _column_starts(self) -> range:
-        return range(0, self.length, self._per_column)
-
-    def _packed(self, digits: Sequence[KeyArray]) -> KeyArray:
-        column = digits[0]
-        for digit in digits[1:]:
-            column = column << self._bits | digit
-        return column
-
     def _unpacked(self, columns: KeyArray) -> list[IntArray]:
         """Return the tokens of each n-gram, in packing order."""
         mask = (np.uint64(1) << self._bits) - np.uint64(1)
         digits = []
-        for start, column in zip(self._column_starts(), columns, strict=True):
+        for start, column in zip(self._column_starts, columns, strict=True):
             width = min(self._per_column, self.length - start)
             digits += [
                 (column >> np.uint64(digit_index) * self._bits & mask).astype(np.int64)

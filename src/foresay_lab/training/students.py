@@ -236,14 +236,10 @@ class ModelStudent(Student):
         ).last_hidden_state
         rows, label_positions = loss_mask.nonzero(as_tuple=True)
         probs = self._probs(batch, loss_mask)
-        config = self.model.config.get_text_config(decoder=True)
-        logits = finished(self._scores(hidden[loss_mask])[:, : probs.shape[1]], config)
-        yield Comparison(0, rows, label_positions, logits, probs)
-
-    def _scores(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits of hidden states [N, H], over all tokens or over the draft vocabulary."""
-        head = self.model.get_output_embeddings()
+        head, config = self.model.get_output_embeddings(), self.model.config.get_text_config(decoder=True)
         if self.token_ids is None:
-            return head(hidden)  # type: ignore[no-any-return]
-        ids = self.token_ids.to(hidden.device)
-        return F.linear(hidden, head.weight[ids], None if head.bias is None else head.bias[ids])
+            logits = head(hidden[loss_mask])
+        else:
+            ids = self.token_ids.to(hidden.device)
+            logits = F.linear(hidden[loss_mask], head.weight[ids], None if head.bias is None else head.bias[ids])
+        yield Comparison(0, rows, label_positions, finished(logits[:, : probs.shape[1]], config), probs)

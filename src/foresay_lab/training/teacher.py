@@ -74,7 +74,12 @@ class CachedPasses:
         """Raises ConfigError if the folder cannot be created."""
         self._passes = passes
         self._names = [*(str(layer) for layer in passes.hidden_layers), "last", "log_sum"]
-        self._folder = Path(folder) / _target_digest(passes)[:16]
+        # the target's configuration, and its outputs for a text that spans its vocabulary
+        tokens = np.linspace(0, passes.target.vocab_size - 1, 64).astype(np.int64)
+        outputs = TargetPasses(passes.target, ())(Text(tokens, 0))
+        config = passes.target.model.config.to_json_string(use_diff=False).encode()
+        key = sha256(config + outputs.last.float().numpy().tobytes() + outputs.log_sum.numpy().tobytes())
+        self._folder = Path(folder) / key.hexdigest()[:16]
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -118,14 +123,6 @@ class CachedPasses:
     def _path(self, text: Text) -> Path:
         name = sha256(text.tokens.tobytes()).hexdigest()[:32]
         return self._folder / name[:2] / f"{name[2:]}.safetensors"
-
-
-def _target_digest(passes: TargetPasses) -> str:
-    """Return a digest of a target's configuration and of its outputs for a text that spans its vocabulary."""
-    tokens = np.linspace(0, passes.target.vocab_size - 1, 64).astype(np.int64)
-    outputs = TargetPasses(passes.target, ())(Text(tokens, 0))
-    config = passes.target.model.config.to_json_string(use_diff=False).encode()
-    return sha256(config + outputs.last.float().numpy().tobytes() + outputs.log_sum.numpy().tobytes()).hexdigest()
 
 
 class TeacherHead:
