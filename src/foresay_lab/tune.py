@@ -153,7 +153,9 @@ class Tuner:
         """
         own = list(own)
         every, always = distinct(m for m in [*own, *methods] if m.name != PLAIN), [m.name for m in own]
-        profile = self.profile(batch_sizes, 1 + max(_longest(m) for m in every))
+        policies: list[Any] = [read_length(method.own_length) for method in every]
+        longest = max(int(getattr(one, "num_draft_tokens", getattr(one, "high", 16))) for one in policies)
+        profile = self.profile(batch_sizes, 1 + longest)
         start = monotonic()
         end = start + (self._end - start) / 3
         self._shorten(every[0], len(every) * len(batch_sizes), end)
@@ -316,9 +318,3 @@ def _requests(recording: Recording) -> list[PromptRequest]:
         PromptRequest(one.id, one.category, tuple(one.source or one.prompt), PromptItem(one.id, ""))
         for one in recording.records
     ]
-
-
-def _longest(method: Method) -> int:
-    """Return the maximum draft length of a method."""
-    policy: Any = read_length(method.own_length)
-    return int(getattr(policy, "num_draft_tokens", getattr(policy, "high", 16)))

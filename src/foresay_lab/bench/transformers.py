@@ -74,7 +74,8 @@ class TransformersRunner:
             for begin in range(0, len(requests), size):
                 outputs += self._batch([list(one.token_ids) for one in requests[begin : begin + size]], config)
             seconds = perf_counter() - start
-        return Outcome(seconds, [until_end(row, eos) for row in outputs])
+        ends = [next((i for i, token in enumerate(row, 1) if token in eos), len(row)) for row in outputs]
+        return Outcome(seconds, [row[:end] for row, end in zip(outputs, ends, strict=True)])  # without padding
 
     def _config(self, params: SamplingParams, eos: frozenset[int]) -> Any:
         from transformers import GenerationConfig
@@ -129,9 +130,3 @@ def load(name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> A
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="sdpa", **extra)
     model.generation_config = GenerationConfig()
     return model.to(device).eval()
-
-
-def until_end(row: list[int], eos: frozenset[int]) -> list[int]:
-    """Cut a row after its first end token, which removes the padding."""
-    end = next((i for i, token in enumerate(row) if token in eos), len(row))
-    return row[: end + 1]

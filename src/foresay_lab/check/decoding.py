@@ -135,13 +135,9 @@ def result_of(generator: Generator, recording: Recording, generations: Sequence[
     runs: dict[str, list[Generation]] = {}
     for record, one in zip(recording.records, generations, strict=True):
         runs.setdefault(record.category, []).append(one)
-    categories = {name: _counts(some) for name, some in runs.items()}
+    stats = {name: Stats.of(step for one in some for step in one.steps) for name, some in runs.items()}
+    categories = {name: Counts(len(runs[name]), of.num_tokens, of.num_passes) for name, of in stats.items()}
     return CheckResult(**settings_of(generator, recording), categories=categories)
-
-
-def _counts(generations: Sequence[Generation]) -> Counts:
-    stats = Stats.of(step for one in generations for step in one.steps)
-    return Counts(len(generations), stats.num_tokens, stats.num_passes)
 
 
 def digest(records: Sequence[Record]) -> str:

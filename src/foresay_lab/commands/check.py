@@ -14,7 +14,6 @@ from foresay.cli.progress import advancing
 from foresay.cli.tables import show_table
 from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
-from foresay.records.recording import Recording
 from foresay_lab.check import compare, decoding
 from foresay_lab.check.compare import Change, Check, CheckResult, Counts
 
@@ -31,7 +30,12 @@ def run(given: Given) -> int:
     recorded = decoding.read_recording(given.recording, given.limit)
     was = None if given.against is None else CheckResult.load(given.against)
     decoding.check_settings(given.drafter, given.length)
-    generator = _loaded(given, recorded)
+    given.model = given.model or recorded.model
+    if not given.model:
+        raise ConfigError("does not name its model; give --model", param="recording", value=given.recording)
+    loaded = load_generator(given, max_batch_size=given.batch_size)
+    decoding.check_vocabulary(recorded, loaded)
+    generator = decoding.repeatable(loaded)
     reason = decoding.why_not_compared(recorded, generator)
     if reason is not None and given.save is None and was is None:
         text = f"cannot be compared: {reason}; add --against, --save"
@@ -59,16 +63,6 @@ def run(given: Given) -> int:
         for line in _outcome(found, generator):
             click.echo(line)
     return 0 if found.passed else 1
-
-
-def _loaded(given: Given, recorded: Recording) -> Generator:
-    """Return the target with a drafter whose draft length does not depend on time."""
-    given.model = given.model or recorded.model
-    if not given.model:
-        raise ConfigError("does not name its model; give --model", param="recording", value=given.recording)
-    loaded = load_generator(given, max_batch_size=given.batch_size)
-    decoding.check_vocabulary(recorded, loaded)
-    return decoding.repeatable(loaded)
 
 
 def _show_counts(found: Check, was: CheckResult | None) -> None:

@@ -65,8 +65,7 @@ def can_precompute(drafter: Any, policy: LengthPolicy, recording: Recording) -> 
 def precompute(drafter: ModelDrafter, recording: Recording) -> PrecomputedDrafter:
     """Compute a draft model's argmax after every recorded token, with one teacher-forced pass over each text."""
     model = drafter.context.model
-    params = recorded_params(recording, 1 << 30)
-    argmax = []
+    params, argmax = recorded_params(recording, 1 << 30), []
     for record in recording.records:
         tokens = [*record.prompt, *record.output]
         row = Row(0, tokens, params, limit=len(tokens) + 1, eos=recording.eos)
