@@ -41,9 +41,8 @@ from foresay_lab.commands.options import items, source_name
 from foresay_lab.data.datasets import SHIPPED
 from foresay_lab.data.requests import PromptRequest, RequestBuilder
 from foresay_lab.report.figures import check_matplotlib
-from foresay_lab.report.page import COLUMNS
 from foresay_lab.report.report import PAGE, read_report, write
-from foresay_lab.report.table import rows
+from foresay_lab.report.table import COLUMNS, rows
 from foresay_lab.tune import DRAFTERS as COMPARED
 from foresay_lab.workers import work
 

@@ -12,8 +12,7 @@ from html import escape
 from typing import Any
 
 from foresay.records.results import Results
-from foresay_lab.report.page import COLUMNS, NAMES, TABLE_NOTE
-from foresay_lab.report.table import rows
+from foresay_lab.report.table import COLUMNS, NAMES, TABLE_NOTE, rows
 
 RELATION = "adapter"
 """The hub accepts adapter, merge, quantized and finetune; a draft consists of weights that work only with their base model."""

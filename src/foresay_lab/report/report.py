@@ -1,29 +1,81 @@
-"""Benchmark reports: reads results files and writes a page.
+"""Benchmark reports: reads results files and writes an HTML page, from the template report.html.j2.
 
-Owns the check that results may be pooled, and the conclusions. Knows neither the contents of figures nor the layout of the page.
+Owns the check that results may be pooled, and the conclusions. The page is self-contained: it loads no other resources. Knows
+nothing about the drawing of figures.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from foresay.errors import ConfigError, shown
 from foresay.files import atomic_write
 from foresay.generation.method import PLAIN
 from foresay.records.lines import differences
-from foresay.records.results import Cell, Results
-from foresay_lab.report.figures import pictures
-from foresay_lab.report.page import Report, Source, html, times
-from foresay_lab.report.table import Group, TableRow, grouped, plain_spread, rows
+from foresay.records.results import Cell, Failure, Results, Trace
+from foresay.text.formatting import MEANINGS
+from foresay_lab.data.items import in_turns
+from foresay_lab.report.figures import Picture, pictures
+from foresay_lab.report.table import COLUMNS, NAMES, TABLE_NOTE, Group, TableRow, grouped, plain_spread, rows, times
 
 Path_ = str | os.PathLike[str]
 PAGE = "report.html"
 TITLE = "Speculative decoding, measured"
+MOST_TRACES = 12
 UNSTEADY = 0.10
 """Spread of plain decoding above which a report warns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One results file: its name, settings and provenance."""
+
+    name: str
+    settings: Mapping[str, Any]
+    provenance: Mapping[str, Any]
+
+    @property
+    def summary(self) -> str:
+        """The file name, the model, the machine, and the date and commit of the runs, as far as the file names them."""
+        machine = self.provenance.get("machine")
+        machine = machine if isinstance(machine, Mapping) else {}
+        model, dtype = self.settings.get("model"), self.settings.get("dtype")
+        parts = [
+            f"{model} in {dtype}" if model and dtype else model,
+            machine.get("processor"),
+            f"{machine['threads']} threads" if "threads" in machine else None,
+            str(self.provenance.get("time") or "")[:10],
+            f"commit {self.provenance['commit']}" if self.provenance.get("commit") else None,
+        ]
+        return f"{self.name}: {', '.join(str(one) for one in parts if one)}".removesuffix(": ")
+
+    @property
+    def as_json(self) -> str:
+        """Settings and provenance as indented JSON."""
+        known = {"settings": self.settings, "provenance": self.provenance}
+        return json.dumps(known, indent=1, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The content of a page, without figures."""
+
+    title: str
+    summary: Sequence[str]
+    """A sentence per data set, batch size and sampling: the fastest exact method, and if it pays."""
+    warnings: Sequence[str]
+    """Sentences with reasons to distrust the numbers: different machines, unsteady plain decoding, differing or lossy outputs."""
+    table: Sequence[TableRow]
+    failures: Sequence[Failure]
+    traces: Sequence[Trace]
+    sources: Sequence[Source]
 
 
 def read_report(results: Sequence[Path_], *, title: str | None = None) -> Report:
@@ -130,3 +182,26 @@ def write(report: Report, folder: Path_) -> Path:
     with atomic_write(Path(folder) / PAGE, parents=True) as whole:
         whole.write_text(page, encoding="utf-8", errors="replace")
     return Path(folder) / PAGE
+
+
+def html(report: Report, pictures: Sequence[Picture]) -> str:
+    """Render the page."""
+    environment = Environment(
+        loader=PackageLoader("foresay_lab.report", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("report.html.j2").render(
+        report=report,
+        pictures=pictures,
+        columns=COLUMNS,
+        words=NAMES,
+        kind=lambda row: "plain" if row.cell.method == PLAIN else "ours" if row.exact else "lossy",
+        table_note=TABLE_NOTE,
+        traces=in_turns(report.traces, lambda trace: trace.cell)[:MOST_TRACES],
+        num_traces_left=max(0, len(report.traces) - MOST_TRACES),
+        meanings={str(origin): meaning for origin, meaning in MEANINGS.items()},
+    )

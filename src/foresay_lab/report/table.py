@@ -1,12 +1,12 @@
 """Numbers per cell of a benchmark: counts are pooled over repeats before they are divided.
 
-Owns medians, spreads, rates, intervals, and the shortening of names. Knows neither figures nor pages, and
-draws no conclusions.
+Owns medians, spreads, rates, intervals, the columns of the table, and the shortening of names. Knows neither figures nor
+pages, and draws no conclusions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from foresay.checks import check_int
@@ -14,7 +14,7 @@ from foresay.engine import Stats
 from foresay.errors import ConfigError
 from foresay.generation.method import PLAIN
 from foresay.records.results import Cell, Results, Run, median_and_spread, merged
-from foresay.text.formatting import is_noise
+from foresay.text.formatting import NOISE, is_noise, percent, yes_no
 
 Span = tuple[float, float, float]
 """(median, minimum, maximum)."""
@@ -134,3 +134,42 @@ def shortened(names: Iterable[str], size: int) -> dict[str, str]:
         number = sum(label == cut or label.startswith(f"{cut} (") for label in labels.values())
         labels[name] = f"{cut} ({number + 1})" if number else cut
     return labels
+
+
+def times(span: Span | None) -> str:
+    """Format a speed-up with its spread for a table."""
+    if span is None:
+        return "-"
+    median, low, high = span
+    return f"{median:.2f}x" if low == high else f"{median:.2f}x ({low:.2f} to {high:.2f})"
+
+
+def _two_decimals(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+COLUMNS: Mapping[str, Callable[[TableRow], str]] = {
+    "method": lambda row: row.cell.method,
+    "data set": lambda row: row.cell.dataset,
+    "batch": lambda row: str(row.cell.batch_size),
+    "sampling": lambda row: row.cell.sampling,
+    "tokens/s": lambda row: f"{row.tokens_per_s[0]:.1f}",
+    "speed-up": lambda row: NOISE * row.is_noise + times(row.speed_up),
+    "tokens per pass": lambda row: _two_decimals(row.stats.block_efficiency if row.stats else None),
+    "acceptance rate": lambda row: percent(row.stats.acceptance_rate if row.stats else None),
+    "draft utilization": lambda row: percent(row.stats.draft_utilization if row.stats else None),
+    "discard rate": lambda row: _two_decimals(row.stats.discard_rate if row.stats else None),
+    "verification rate": lambda row: _two_decimals(row.stats.verification_rate if row.stats else None),
+    "drafting": lambda row: percent(row.drafting),
+    "identical": lambda row: yes_no(row.identical),
+    "exact": lambda row: "yes" if row.exact else "lossy",
+}
+"""Column of the table -> its text for a row."""
+NAMES = ("method", "data set", "sampling")
+"""Columns of text; the others are numbers."""
+TABLE_NOTE = (
+    "tokens/s and speed-up: medians over repeats, with minimum and maximum in parentheses; ~ marks a speed-up that is noise: "
+    "within the spread of its runs or of plain decoding, or above tokens per pass. Acceptance rate: accepted "
+    "/ tested. Draft utilization: accepted / drafted. Discard rate: draft tokens not accepted / tokens. Verification rate: "
+    "target passes / tokens. Drafting: share of the time. Identical: every output equals that of plain decoding."
+)

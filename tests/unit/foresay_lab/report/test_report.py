@@ -15,9 +15,8 @@ from foresay.generation.method import PLAIN
 from foresay.records.results import Cell, Run, results_writer
 from foresay_lab.report import figures, report
 from foresay_lab.report.card import escaped
-from foresay_lab.report.page import COLUMNS, Source, html
-from foresay_lab.report.report import read_report
-from foresay_lab.report.table import shortened, wilson
+from foresay_lab.report.report import Source, html, read_report
+from foresay_lab.report.table import COLUMNS, shortened, wilson
 from helpers.refusals import refused
 
 CAME = {"machine": {"processor": "abacus"}, "commit": "cafe", "time": "2026-01-01T00:00:00+00:00"}
