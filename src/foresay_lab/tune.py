@@ -23,7 +23,6 @@ from foresay.drafters import ModelDrafter
 from foresay.errors import ConfigError, ForesayError
 from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, Method, distinct
-from foresay.lengths import ConstantLength
 from foresay.records.profile import Profile
 from foresay.records.recording import Recording
 from foresay.records.results import Failure
@@ -34,7 +33,7 @@ from foresay_lab.data.items import PromptItem, in_turns
 from foresay_lab.data.requests import PromptRequest
 from foresay_lab.measure.profile import measure, measure_drafting, medians
 from foresay_lab.replay.precomputed import PrecomputedDrafter, can_precompute, precompute
-from foresay_lab.replay.replay import Expected, expect, replay
+from foresay_lab.replay.replay import Expected, expect, plain_decoding, replay
 
 DRAFTERS = named(compared=True)
 LENGTHS = ("2", "4", "8", "12", "throughput")
@@ -305,11 +304,6 @@ class Tuner:
 def with_prefill(profile: Profile, token_s: float) -> Profile:
     """Return a profile in which each prompt token takes this long."""
     return replace(profile, fills=((1, token_s), (PREFILL_CHUNK, PREFILL_CHUNK * token_s)))
-
-
-def plain_decoding(recording: Recording, batch_size: int, profile: Profile) -> Expected:
-    """Predict plain decoding."""
-    return expect(replay(recording, None, ConstantLength(0), batch_size=batch_size), recording, profile)
 
 
 def _requests(recording: Recording) -> list[PromptRequest]:

@@ -17,8 +17,8 @@ from foresay.records.profile import Profile
 from foresay.records.recording import Recording
 from foresay_lab.candidates import PAYS, Candidate, is_rough
 from foresay_lab.measure.profile import measure
-from foresay_lab.replay.replay import Expected
-from foresay_lab.tune import BUSY, Tuner, plain_decoding, with_prefill
+from foresay_lab.replay.replay import Expected, plain_decoding
+from foresay_lab.tune import BUSY, Tuner, with_prefill
 
 COLUMNS = (1, 2, 4, 8)
 """Tokens of the passes that are timed."""

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from foresay.checks import check_int
-from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
 from foresay.models.hardware import Hardware
@@ -63,9 +62,20 @@ class TransformersRunner:
 
     def run(self, block: PromptBlock, requests: Sequence[PromptRequest]) -> Outcome:
         """Decode the requests batch by batch. The seed is set temporarily; None leaves the random generator unchanged."""
+        from transformers import GenerationConfig
+
         params, size, outputs = block.params, block.batch_size, list[list[int]]()
         eos = frozenset() if params.ignore_eos else self._eos
-        config = self._config(params, eos)
+        sampled = {} if params.greedy else {name: getattr(params, name) for name in ("temperature", "top_k", "top_p")}
+        config = GenerationConfig(
+            max_new_tokens=params.max_new_tokens,
+            eos_token_id=sorted(eos) or None,
+            pad_token_id=min(self._eos, default=0),
+            use_cache=True,
+            do_sample=not params.greedy,
+            **sampled,
+            **self._settings,
+        )
         with quiet_transformers(), warnings.catch_warnings(), torch.random.fork_rng(enabled=params.seed is not None):
             warnings.simplefilter("ignore")
             if params.seed is not None:
@@ -76,20 +86,6 @@ class TransformersRunner:
             seconds = perf_counter() - start
         ends = [next((i for i, token in enumerate(row, 1) if token in eos), len(row)) for row in outputs]
         return Outcome(seconds, [row[:end] for row, end in zip(outputs, ends, strict=True)])  # without padding
-
-    def _config(self, params: SamplingParams, eos: frozenset[int]) -> Any:
-        from transformers import GenerationConfig
-
-        sampled = {} if params.greedy else {name: getattr(params, name) for name in ("temperature", "top_k", "top_p")}
-        return GenerationConfig(
-            max_new_tokens=params.max_new_tokens,
-            eos_token_id=sorted(eos) or None,
-            pad_token_id=min(self._eos, default=0),
-            use_cache=True,
-            do_sample=not params.greedy,
-            **sampled,
-            **self._settings,
-        )
 
     def _batch(self, prompts: Sequence[list[int]], config: Any) -> list[list[int]]:
         width = max(map(len, prompts))

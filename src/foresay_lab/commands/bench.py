@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from foresay.cli.common import (
     sampling_params,
 )
 from foresay.cli.options import numbers
-from foresay.cli.progress import advancing, loading, note
+from foresay.cli.progress import Advance, advancing, loading, note
 from foresay.cli.tables import gain, show_table
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
@@ -77,8 +77,8 @@ def run(given: Given) -> int:
         builder = RequestBuilder(target, chat=not given.raw)
         requests = {name: builder.all(some, every[0]) for name, some in sets.items()}
     settings = BenchSettings(methods=named, datasets=requests, params=every, batch_sizes=sizes, repeats=given.repeats)
-    with _running() as report:
-        results = bench(target, settings, given.output, engines, on_run=report)
+    with advancing("Running") as advance:
+        results = bench(target, settings, given.output, engines, on_run=partial(_show_run, advance))
     if given.specdec is not None:
         _write_specdec(given.specdec, named[0].generator(target, 1), next(iter(requests.values())), every[0])
     return _finish(results, given)
@@ -124,21 +124,15 @@ def _shared(setup: dict[str, Any], given: Given) -> Results:
     gpus = torch.cuda.device_count() if given.device in (None, "cuda") else 1
     if not given.ray and given.workers > max(1, gpus):
         note("foresay: workers on one machine slow each other; compare only ratios of this run")
-    with sharing.pool(given, setup) as pool, _running() as report:
-        return work.bench(pool, given.output, on_run=report)
+    with sharing.pool(given, setup) as pool, advancing("Running") as advance:
+        return work.bench(pool, given.output, on_run=partial(_show_run, advance))
 
 
-@contextlib.contextmanager
-def _running() -> Iterator[Callable[[Progress], None]]:
-    """Show a progress bar with the last run."""
-    with advancing("Running") as advance:
-
-        def report(progress: Progress) -> None:
-            last = progress.last
-            note = f"{last.speed_up or 0:.2f}x" if isinstance(last, Run) else "failed"
-            advance(progress.done, progress.total, f"{last.cell}: {note}")
-
-        yield report
+def _show_run(advance: Advance, progress: Progress) -> None:
+    """Show the last run next to a progress bar."""
+    last = progress.last
+    note = f"{last.speed_up or 0:.2f}x" if isinstance(last, Run) else "failed"
+    advance(progress.done, progress.total, f"{last.cell}: {note}")
 
 
 def show(results: Results) -> int:

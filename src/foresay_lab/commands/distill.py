@@ -26,6 +26,7 @@ from foresay.models.sources.wrapping import LoadedModel
 from foresay.spec.recipe import check_table
 from foresay.text.tokenizer import check_vocabularies, tokenizer_fingerprint
 from foresay_lab.commands import acceptance, ngram, prune
+from foresay_lab.commands.options import layer_numbers
 from foresay_lab.commands.train import APPLIES
 from foresay_lab.training.corpus import CorpusReader
 from foresay_lab.training.curves import draw_curves, read_log
@@ -102,7 +103,8 @@ def _trained(given: Given) -> Iterator[str]:
     objective = Objective.parse(given.loss or usual)
     if given.tensorboard and not is_tensorboard_available():  # accelerate would log nothing, without a word
         raise ConfigError("needs tensorboard: pip install 'foresay[train]'", param="tensorboard")
-    given.hidden_layers = _layers(given.hidden_layers)
+    if given.hidden_layers is not None:
+        given.hidden_layers = tuple(layer_numbers(given.hidden_layers, "hidden_layers", "2,15,27"))
     check_folder(given.output, (NOTE, LOG, CHECKPOINT))
     with loading("Loading") if is_first() else nullcontext():
         target = load_model(target_name(given.model), load_options(given, device=own_device(given.device)))
@@ -162,15 +164,6 @@ def _model(target: LoadedModel, given: Given) -> Learner:
         kept = table.draft_vocabulary(given.vocabulary_size, 1.0, target.eos_token_ids, target.model.vocab_size)
         tokens = torch.tensor(kept)
     return model_learner(target, weights, tokenizer, freeze_embeddings=not given.all_weights, token_ids=tokens)
-
-
-def _layers(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(int(one) for one in text.split(","))
-    except ValueError:
-        raise ConfigError("must be numbers of layers, such as 2,15,27", param="hidden_layers", value=text) from None
 
 
 def _texts(target: LoadedModel, given: Given) -> list[Text]:

@@ -1,4 +1,4 @@
-"""Options that choose prompts, and the prompts that they choose."""
+"""Options that choose prompts, the prompts that they choose, and lists of layers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from foresay.cli.command import Given, group, option
 from foresay.cli.options import raw
+from foresay.errors import ConfigError
 from foresay_lab.data.datasets import FORMATS, SHIPPED, load_items
 from foresay_lab.data.items import PromptItem
 
@@ -38,6 +39,14 @@ def items(given: Given, source: str | None = None) -> list[PromptItem]:
     if "@" in source and not Path(source).exists():
         chosen["format"], _, source = source.partition("@")
     return load_items(source, **chosen)
+
+
+def layer_numbers(text: str, param: str, example: str) -> list[int]:
+    """Read numbers of layers. Raises ConfigError, with the example, for a list that cannot be read."""
+    try:
+        return [int(one) for one in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"must be numbers of layers, such as {example}", param=param, value=text) from None
 
 
 def source_name(given: Given, source: str) -> str:

@@ -18,6 +18,7 @@ from foresay.cli.progress import advancing, loading
 from foresay.errors import ConfigError
 from foresay.files import usual_modes, work_folder, writing
 from foresay.models.sources.loading import load_weights
+from foresay_lab.commands.options import layer_numbers
 from foresay_lab.data.datasets import load_items
 from foresay_lab.training.corpus import CorpusReader
 from foresay_lab.training.distil import NOTE, save_model, write_note
@@ -39,7 +40,8 @@ def make(given: Given) -> Iterator[str]:
     reader = CorpusReader(text) if text else None
     with loading(f"Loading {name}") as progress:
         whole_model, tokenizer = load_weights(name, load_options(given, progress=progress))
-    whole, numbers = Shape.of(whole_model.config), _numbers(given.keep)
+    is_list, whole = given.keep.replace(",", "").replace(" ", "").isdigit(), Shape.of(whole_model.config)
+    numbers = layer_numbers(given.keep, "keep", "0,15,29") if is_list else None
     sizes = {name: getattr(given, name) for name in ("hidden", "kv_heads", "feed_forward")}
     sizes |= {"heads": given.attention_heads, "layers": given.layers}
     if numbers is not None and given.layers is None:
@@ -68,16 +70,6 @@ def make(given: Given) -> Iterator[str]:
     if importance is not None:
         yield f"  measured on {importance.num_tokens:,} tokens"
     yield f"  train it: foresay distill FOLDER --draft {folder}"
-
-
-def _numbers(keep: str) -> list[int] | None:
-    """Layers given by number; None for a way to choose them. Raises ConfigError for a list that cannot be read."""
-    if not keep or not keep.replace(",", "").replace(" ", "").isdigit():
-        return None
-    try:
-        return [int(one) for one in keep.split(",")]
-    except ValueError:
-        raise ConfigError("must be numbers of layers, such as 0,15,29", param="keep", value=keep) from None
 
 
 def _measured(model: Any, tokenizer: Any, reader: CorpusReader | None, tokens: int) -> Importance:

@@ -93,8 +93,15 @@ def measure(
     fills: lengths of prompts whose prefill is timed. on_progress: called with (cells done, total cells). Raises ConfigError
     for sizes below their bounds, and if context and timed steps together exceed the model's context length.
     """
-    _check(batches, columns, contexts, repeats, generator.target.model.max_length)
     target: Any = generator.target.model
+    for name, values, low in (("batch", batches, 1), ("columns", columns, 1), ("context", contexts, 2)):
+        if not values or any(v < low for v in values):
+            raise ConfigError(f"must be numbers of at least {low}", param=name, value=list(values))
+    check_int("repeats", repeats, 1)
+    needed = max(contexts) + (repeats + _WARM_UP) * len(columns) * 2
+    if needed > target.max_length:
+        text = f"and the timed steps need {needed} tokens, and the model's context has {target.max_length}; use less"
+        raise ConfigError(text, param="context", value=max(contexts))
     timings: list[Timing] = []
     cells = [(b, c) for b in batches for c in contexts]
     for done, (batch, context) in enumerate(cells):
@@ -138,17 +145,6 @@ def medians(profiles: Sequence[Profile]) -> Profile:
         (same[0][0], statistics.median(s for _, s in same)) for same in zip(*(p.fills for p in profiles), strict=True)
     ]
     return replace(profiles[-1], timings=tuple(timings), fills=tuple(fills))
-
-
-def _check(batches: Sequence[int], columns: Sequence[int], contexts: Sequence[int], repeats: int, longest: int) -> None:
-    for name, values, low in (("batch", batches, 1), ("columns", columns, 1), ("context", contexts, 2)):
-        if not values or any(v < low for v in values):
-            raise ConfigError(f"must be numbers of at least {low}", param=name, value=list(values))
-    check_int("repeats", repeats, 1)
-    needed = max(contexts) + (repeats + _WARM_UP) * len(columns) * 2
-    if needed > longest:
-        text = f"and the timed steps need {needed} tokens, and the model's context has {longest}; use less"
-        raise ConfigError(text, param="context", value=max(contexts))
 
 
 def _time_widths(target: Any, batch: int, widths: Sequence[int], context: int, repeats: int) -> list[Timing]:

@@ -22,7 +22,6 @@ from foresay.files import unreadable
 from foresay.generation.load import load
 from foresay.generation.method import Method
 from foresay.json_files import Schema
-from foresay.lengths import ConstantLength
 from foresay.models.recording import RecordingModel
 from foresay.models.sources.wrapping import LoadedModel
 from foresay.records.lines import Line, LineWriter
@@ -32,7 +31,7 @@ from foresay.records.recording import Recording
 from foresay.spec.recipe import Resources
 from foresay.spec.recipes import read_drafter, read_length, read_rule
 from foresay_lab.replay.cost_tables import CostModel, PassCounter, drafter_names, read_costs
-from foresay_lab.replay.replay import expect, replay
+from foresay_lab.replay.replay import expect, plain_decoding, replay
 
 Span = tuple[float, float | None, float | None]
 """(value, low, high) from `_finite`."""
@@ -104,8 +103,7 @@ class ReplaySettings:
     def plain(self, recorded: Recording, known: Profile) -> float:
         """Return the expected tokens per second of plain decoding."""
         if id(recorded) not in self._plain:
-            done = replay(recorded, None, ConstantLength(0), batch_size=self.batch_size)
-            self._plain[id(recorded)] = expect(done, recorded, known).tokens_per_s
+            self._plain[id(recorded)] = plain_decoding(recorded, self.batch_size, known).tokens_per_s
         return self._plain[id(recorded)]
 
     @classmethod

@@ -26,7 +26,7 @@ from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Engine, Stats
 from foresay.errors import ConfigError
-from foresay.lengths import ThroughputLength
+from foresay.lengths import ConstantLength, ThroughputLength
 from foresay.lengths.throughput import exclude_policy_time
 from foresay.models.recording import RecordedText, RecordingModel
 from foresay.records.profile import Profile
@@ -341,3 +341,8 @@ def expect(done: Replay, recording: Recording, profile: Profile, drafter: str | 
         draft_s=draft,
         fill_s=fill,
     )
+
+
+def plain_decoding(recording: Recording, batch_size: int, profile: Profile) -> Expected:
+    """Predict plain decoding."""
+    return expect(replay(recording, None, ConstantLength(0), batch_size=batch_size), recording, profile)

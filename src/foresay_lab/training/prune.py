@@ -133,15 +133,13 @@ def pruned(model: Any, shape: Shape, kept: Kept) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    config = smaller_config(model.config, shape, kept.layers)
-    out = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
-    weights = sliced(model.state_dict(), Shape.of(model.config), kept, head_size(model.config))
+    full = model.config
+    out = AutoModelForCausalLM.from_config(smaller_config(full, shape, kept.layers), dtype=model.dtype)
+    weights = sliced(model.state_dict(), Shape.of(full), kept, head_size(full))
     expected = out.state_dict()
     wrong = [n for n in expected if n not in weights or weights[n].shape != expected[n].shape]
     if wrong:
-        text = (
-            f"models of the family {model.config.model_type!r} cannot be pruned: the kept parts do not give {wrong[0]}"
-        )
+        text = f"models of the family {full.model_type!r} cannot be pruned: the kept parts do not give {wrong[0]}"
         raise UnsupportedModelError(text)
     out.load_state_dict({name: weights[name] for name in expected})
     out.generation_config = copy.deepcopy(model.generation_config)
