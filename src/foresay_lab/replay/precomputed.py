@@ -16,7 +16,7 @@ import torch
 
 from foresay.decoding.distributions import build_distributions
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import LanguageModel, LengthPolicy, ModelInput
+from foresay.decoding.protocols import LengthPolicy, ModelInput
 from foresay.decoding.rows import IntArray, Row, Rows
 from foresay.drafters import ModelDrafter
 from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
@@ -65,33 +65,26 @@ def can_precompute(drafter: Any, policy: LengthPolicy, recording: Recording) -> 
 def precompute(drafter: ModelDrafter, recording: Recording) -> PrecomputedDrafter:
     """Compute a draft model's argmax after every recorded token, with one teacher-forced pass over each text."""
     model = drafter.context.model
-    params, argmax = recorded_params(recording, 1 << 30), []
+    params, argmax = recorded_params(recording, 1 << 30), list[IntArray]()
     for record in recording.records:
-        tokens = [*record.prompt, *record.output]
+        tokens, begin = [*record.prompt, *record.output], len(record.prompt)
         row = Row(0, tokens, params, limit=len(tokens) + 1, eos=recording.eos)
-        row.prompt_length = len(record.prompt)
-        argmax.append(_argmax_after(model, row, len(record.prompt)))
+        row.prompt_length = begin
+        context = DraftCache(model, model.vocab_size)
+        context.admit(Rows([row]), 0)
+        prefix = Row(0, row.tokens[:begin], params, limit=row.limit, eos=row.eos)
+        context.prepare(Rows([prefix]), [True])
+        argmax.append(np.zeros(row.size, dtype=np.int64))  # zeros remain before the prompt's last token
+        start, end = context.cache.lengths[0], min(row.size, model.max_length)
+        while start < end:
+            count = min(_CHUNK, end - start)
+            fed = torch.from_numpy(row.tokens[start : start + count])[None].to(model.device)
+            scores = context.forward(ModelInput(fed, [count])).scores()
+            skipped = max(0, begin - 1 - start)
+            here = Row(0, row.tokens[: start + skipped + 1], params, limit=row.limit, eos=row.eos)
+            here.prompt_length = begin
+            continuation = torch.from_numpy(row.tokens[None, start + skipped + 1 : start + count])
+            distributions = build_distributions(scores[:, skipped:], Rows([here]), continuation)
+            argmax[-1][start + skipped : start + count] = distributions.greedy_ids[0].cpu().numpy()
+            start += count
     return PrecomputedDrafter(argmax, model.max_length)
-
-
-def _argmax_after(model: LanguageModel, row: Row, begin: int) -> IntArray:
-    """Return the most probable token after each position, [size], from the prompt's last token on; zeros before."""
-    context = DraftCache(model, model.vocab_size)
-    rows = Rows([row])
-    context.admit(rows, 0)
-    out: IntArray = np.zeros(row.size, dtype=np.int64)
-    prefix = Row(0, row.tokens[:begin], row.params, limit=row.limit, eos=row.eos)
-    context.prepare(Rows([prefix]), [True])
-    start, end = context.cache.lengths[0], min(row.size, model.max_length)
-    while start < end:
-        count = min(_CHUNK, end - start)
-        fed = torch.from_numpy(row.tokens[start : start + count])[None].to(model.device)
-        scores = context.forward(ModelInput(fed, [count])).scores()
-        skipped = max(0, begin - 1 - start)
-        here = Row(0, row.tokens[: start + skipped + 1], row.params, limit=row.limit, eos=row.eos)
-        here.prompt_length = row.prompt_length
-        continuation = torch.from_numpy(row.tokens[None, start + skipped + 1 : start + count])
-        distributions = build_distributions(scores[:, skipped:], Rows([here]), continuation)
-        out[start + skipped : start + count] = distributions.greedy_ids[0].cpu().numpy()
-        start += count
-    return out

@@ -207,21 +207,21 @@ class Recorder:
     def __init__(self, builder: RequestBuilder, requests: Sequence[PromptRequest], params: SamplingParams) -> None:
         """requests: all first turns; seeds are derived from their indices."""
         self._builder, self._requests, self._params = builder, requests, params
-        self._probabilities: list[float] = []
-        self._session = builder.generator.plain().session(prefill_wait_s=OFFLINE_WAIT_S, observers=[self._observe])
         self._indices = {request.id: i for i, request in enumerate(requests)}
         self._active: dict[int, _ActiveRequest] = {}
+        self._probabilities: list[float] = []
 
-    def _observe(
-        self,
-        rows: Rows,
-        proposal: Proposal,
-        distributions: Distributions,
-        verification: Verification,
-        output: ModelOutput,
-    ) -> None:
-        """Keep each committed token's probability under the target; plain decoding commits one per row."""
-        self._probabilities = distributions.prob_of(verification.token_ids[:, None])[:, 0].tolist()
+        def observe(
+            rows: Rows,
+            proposal: Proposal,
+            distributions: Distributions,
+            verification: Verification,
+            output: ModelOutput,
+        ) -> None:
+            """Keep each committed token's probability under the target; plain decoding commits one per row."""
+            self._probabilities = distributions.prob_of(verification.token_ids[:, None])[:, 0].tolist()
+
+        self._session = builder.generator.plain().session(prefill_wait_s=OFFLINE_WAIT_S, observers=[observe])
 
     @property
     def has_work(self) -> bool:

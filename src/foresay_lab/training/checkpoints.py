@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from pydantic import ConfigDict
 from safetensors.torch import save_file
+from torch import nn
+from torch.optim import Optimizer
 
 from foresay.errors import ConfigError, ForesayError, ModelLoadError
 from foresay.files import usual_modes, writing
@@ -65,11 +67,7 @@ _STORED: Schema[_Stored] = Schema(_Stored, "the state of a run")
 
 
 def save_checkpoint(
-    folder: Path,
-    state: State,
-    plan: Mapping[str, Any],
-    model: torch.nn.Module,
-    optimisers: Sequence[torch.optim.Optimizer],
+    folder: Path, state: State, plan: Mapping[str, Any], model: nn.Module, optimisers: Sequence[Optimizer]
 ) -> None:
     """Replace the checkpoint. plan: settings that must not change on resumption.
 
@@ -97,7 +95,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    folder: Path, plan: Mapping[str, Any], model: torch.nn.Module, optimisers: Sequence[torch.optim.Optimizer]
+    folder: Path, plan: Mapping[str, Any], model: nn.Module, optimisers: Sequence[Optimizer]
 ) -> State | None:
     """Load a checkpoint into a model and its optimisers. Return the progress, or None without a checkpoint.
 
@@ -139,12 +137,12 @@ def _unreadable(folder: Path, error: Exception) -> ConfigError:
     return ConfigError(text, param="folder", value=folder)
 
 
-def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return a model's trainable parameters by name."""
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 
-def _flat(optimisers: Sequence[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+def _flat(optimisers: Sequence[Optimizer]) -> dict[str, torch.Tensor]:
     out = {}
     for optimiser_index, optimiser in enumerate(optimisers):
         for number, values in optimiser.state_dict()["state"].items():
@@ -153,7 +151,7 @@ def _flat(optimisers: Sequence[torch.optim.Optimizer]) -> dict[str, torch.Tensor
     return out
 
 
-def _fill(optimisers: Sequence[torch.optim.Optimizer], tensors: Mapping[str, StoredTensor]) -> None:
+def _fill(optimisers: Sequence[Optimizer], tensors: Mapping[str, StoredTensor]) -> None:
     """Load the optimisers' state. Raises ModelLoadError for a tensor that fits none of their parameters."""
     states: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in optimisers]
     weights = [[weight for group in one.param_groups for weight in group["params"]] for one in optimisers]

@@ -89,12 +89,8 @@ def _record(setup: Plain) -> Job:
 def _calls(call: Callable[[Any], Any], described: Plain | None = None) -> Job:
     """Tasks of one function call each: `call` maps a task to its result."""
     done: list[Result] = []
-    return Job(
-        lambda number, task: done.append((number, call(task))),
-        lambda: [done.pop()],
-        lambda: bool(done),
-        described or {},
-    )
+    take = lambda number, task: done.append((number, call(task)))  # noqa: E731
+    return Job(take, lambda: [done.pop()], lambda: bool(done), described or {})
 
 
 def _bench(setup: Plain) -> Job:
