@@ -80,8 +80,8 @@ def run(given: Given) -> int:
 
         if recorded is None:
             report("recording outputs")
-            step, until = max(_RECORDED_TOGETHER, *sizes), monotonic() + _RECORDED * (end - monotonic())
-            recorded, kept = _recorded(target, prompts, step, until, params, report, chat=not given.raw)
+            until = monotonic() + _RECORDED * (end - monotonic())
+            recorded, kept = _recorded(RequestBuilder(target, chat=not given.raw), prompts, params, until, report)
         tuner = Tuner(target, recorded, end=end, on_progress=report)
         tuner.search(named, sizes, own)
         size, interrupted = _finish(tuner, latency)
@@ -105,22 +105,16 @@ class _Seconds(ProgressColumn):
 
 
 def _recorded(
-    target: Generator,
-    prompts: list[PromptItem],
-    step: int,
-    end: float,
-    params: SamplingParams,
-    report: Callable[[str], None],
-    *,
-    chat: bool,
+    builder: RequestBuilder, prompts: list[PromptItem], params: SamplingParams, end: float, show: Callable[[str], None]
 ) -> tuple[Recording, Path]:
     """Record outputs until `end`, and return the recording and its file, which an interrupted run leaves for the next one."""
-    begun = header(target, RequestBuilder(target, chat=chat).first(prompts), params, chat)
+    target, chat = builder.generator, builder.chat
+    begun = header(target, builder.first(prompts), params, chat)
     same = json.dumps({**begun, "provenance": _files(Path(target.target.name).expanduser())}, sort_keys=True)
     path = cache_dir() / "tune" / f"{sha256(same.encode()).hexdigest()[:16]}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    show = lambda found: report(f"recording outputs: {found.done}")  # noqa: E731
-    return record_until(target, prompts, path, params, chat=chat, step=step, end=end, on_progress=show), path
+    step, count = target.max_batch_size, lambda found: show(f"recording outputs: {found.done}")
+    return record_until(target, prompts, path, params, chat=chat, step=step, end=end, on_progress=count), path
 
 
 def _files(model: Path) -> list[tuple[str, int, int]]:

@@ -53,11 +53,9 @@ class Shape:
                 raise ConfigError(f"must be 1 to {full}, the size of the model", param=field.name, value=new)
         if out.heads % out.kv_heads:
             raise ConfigError("must be a multiple of {kv_heads}", param="heads", value=out.heads, kv_heads=out.kv_heads)
-        if out.heads // out.kv_heads > self.heads // self.kv_heads:
-            text = (
-                f"with {{kv_heads}} leaves {out.heads // out.kv_heads} heads per group, and the model has "
-                f"{self.heads // self.kv_heads}; keep more"
-            )
+        group, most = (shape.heads // shape.kv_heads for shape in (out, self))
+        if group > most:
+            text = f"with {{kv_heads}} leaves {group} heads per group, and the model has {most}; keep more"
             raise ConfigError(text, param="heads", value=out.heads, kv_heads=out.kv_heads)
         return out
 
