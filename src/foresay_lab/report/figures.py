@@ -28,6 +28,8 @@ Value = TypeVar("Value")
 Table = Sequence[TableRow]
 Drawing = tuple["Figure", str]
 """A figure and its caption."""
+Line = tuple[tuple[str, str], str]
+"""A line in a figure: (data set, sampling), which is a panel, and the method."""
 
 INK = "#16202a"
 """Colour of axes, labels and error bars; a page replaces it by its text colour."""
@@ -103,8 +105,8 @@ def _speed_ups(table: Table) -> Drawing | None:
 
 
 def _draft_lengths(table: Table) -> Drawing | None:
-    lengths: dict[tuple[tuple[str, str], str], dict[int, Stats]] = {}
-    for (group, method), stats in _pooled(table, lambda row: (_setting(row), row.cell.method)).items():
+    lengths: dict[Line, dict[int, Stats]] = {}
+    for (group, method), stats in _pooled(table).items():
         if (found := family(method)) and stats.num_passes:
             lengths.setdefault((group, found[0]), {})[found[1]] = stats
     lengths = {key: of for key, of in lengths.items() if len(of) > 1}
@@ -127,8 +129,8 @@ def _draft_lengths(table: Table) -> Drawing | None:
 
 
 def _positions(table: Table) -> Drawing | None:
-    rates: dict[tuple[tuple[str, str], str], list[tuple[int, float, float, float]]] = {}
-    for key, stats in _pooled(table, lambda row: (_setting(row), row.cell.method)).items():
+    rates: dict[Line, list[tuple[int, float, float, float]]] = {}
+    for key, stats in _pooled(table).items():
         often = [(k, n) for k, n in sorted(stats.tested_at.items()) if n >= FEWEST_TESTS]
         if often:
             rates[key] = [(k + 1, stats.accepted_at[k] / n, *wilson(stats.accepted_at[k], n)) for k, n in often]
@@ -156,17 +158,14 @@ FIGURES: Mapping[str, tuple[str, Callable[[Table], Drawing | None]]] = {
 """Name of a figure -> (title, function that draws it)."""
 
 
-def _pooled(table: Table, key: Callable[[TableRow], Key]) -> dict[Key, Stats]:
-    """Sum the counts of rows with the same key."""
-    out: dict[Key, Stats] = {}
+def _pooled(table: Table) -> dict[Line, Stats]:
+    """Sum the counts of a method on a data set with one sampling over batch sizes."""
+    out: dict[Line, Stats] = {}
     for row in table:
         if row.stats is not None:
-            out.setdefault(key(row), Stats()).merge(row.stats)
+            key = (row.cell.dataset, row.cell.sampling), row.cell.method
+            out.setdefault(key, Stats()).merge(row.stats)
     return out
-
-
-def _setting(row: TableRow) -> tuple[str, str]:
-    return row.cell.dataset, row.cell.sampling
 
 
 def _ranked(table: Table) -> list[str]:

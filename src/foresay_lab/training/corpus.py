@@ -12,6 +12,7 @@ import stat
 import sys
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import BinaryIO, NamedTuple, cast
 
 from foresay.errors import ConfigError, UnknownNameError
@@ -80,16 +81,11 @@ class CorpusReader:
                     texts: Iterator[Iterator[str]] = (iter([text]) for text in _records(stream, label, self._field))
                 else:
                     texts = iter([read_blocks(stream, label)])
-                yield from self._tracked(texts, raw)
-
-    def _tracked(self, texts: Iterable[Iterator[str]], raw: BinaryIO) -> Iterator[CorpusPiece]:
-        """Yield the pieces of one file's texts and update `position`."""
-        start, seekable = self.position, raw.seekable()
-        for text in texts:
-            for piece in _SPLIT[self.separator](text):
-                if seekable:
-                    self.position = start + raw.tell()
-                yield piece
+                start, seekable = self.position, raw.seekable()
+                for piece in chain.from_iterable(map(_SPLIT[self.separator], texts)):
+                    if seekable:
+                        self.position = start + raw.tell()
+                    yield piece
 
 
 def _whole(blocks: Iterable[str]) -> Iterator[CorpusPiece]:
