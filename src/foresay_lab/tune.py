@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -158,25 +158,22 @@ class Tuner:
         start = monotonic()
         end = start + (self._end - start) / 3
         self._shorten(every[0], len(every) * len(batch_sizes), end)
-        out = list[Candidate]()
-        for size in batch_sizes:
-            plain = plain_decoding(self.recording, size, profile)
-            out.append(Candidate(PLAIN_METHOD, size, plain, plain))
-        for method in every:
-            for size, plain in zip(batch_sizes, [one.plain for one in out[: len(batch_sizes)]], strict=True):
-                is_own = method.name in always
-                if out[len(batch_sizes) :] and not is_own and monotonic() > end:
-                    self.tuning.skipped += 1
+        plain_of = {size: plain_decoding(self.recording, size, profile) for size in batch_sizes}
+        out = [Candidate(PLAIN_METHOD, size, plain, plain) for size, plain in plain_of.items()]
+        for method, (size, plain) in product(every, plain_of.items()):
+            is_own = method.name in always
+            if len(out) > len(plain_of) and not is_own and monotonic() > end:
+                self.tuning.skipped += 1
+                continue
+            self._on_progress(f"replaying {method.name}")
+            expected: Expected | None = None
+            try:
+                expected = self.expected(method, size)
+            except (ForesayError, RuntimeError) as error:
+                if not is_own:
+                    self.tuning.failed[method.name] = str(error)
                     continue
-                self._on_progress(f"replaying {method.name}")
-                expected: Expected | None = None
-                try:
-                    expected = self.expected(method, size)
-                except (ForesayError, RuntimeError) as error:
-                    if not is_own:
-                        self.tuning.failed[method.name] = str(error)
-                        continue
-                out.append(Candidate(method, size, expected, plain, is_own, is_own and method.name == always[0]))
+            out.append(Candidate(method, size, expected, plain, is_own, is_own and method.name == always[0]))
         self.tuning.seconds["replay"] = monotonic() - start - self.tuning.seconds.get("drafts", 0.0)
         self.tuning.candidates = sorted(out, key=rate, reverse=True)
         return self.tuning.candidates
