@@ -235,8 +235,7 @@ def test_a_model_learns_too_and_loads_as_any_other(tmp_path: Path) -> None:
     """Embeddings that are frozen stay."""
     target = loaded()
     learn, rest = split(written(target, 90), 0.1)
-    learner = model_learner(target, small(), None, freeze_embeddings=False)
-    distil(target, learner, learn, rest, LEARNING, KL, tmp_path)
+    distil(target, model_learner(target, small(), None, freeze_embeddings=False), learn, rest, LEARNING, KL, tmp_path)
     lines = list(read_log(tmp_path).values())
     assert lines[0]["acceptance_1"] < 0.1 and lines[-1]["acceptance_1"] > 0.4
     assert CausalModel(AutoModelForCausalLM.from_pretrained(tmp_path)).vocab_size == VOCAB
