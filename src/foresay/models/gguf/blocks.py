@@ -20,7 +20,7 @@ from foresay.models.gguf.header import GgufHeader, StoredTensor
 from foresay.models.gguf.names import PRECISE, Name, gguf_namer, part_of
 from foresay.models.gguf.packed import PackedWeights
 from foresay.models.gguf.positions import scale_positions
-from foresay.models.gguf.shapes import check_tensors, empty_model, expert_parts, stored_buffers
+from foresay.models.gguf.shapes import check_tensors, empty_model, expert_parts
 from foresay.models.gguf.types import (
     BlockWeight,
     DenseWeight,
@@ -34,7 +34,7 @@ from foresay.models.gguf.values import invalid_tensor
 from foresay.models.hardware import CPU
 from foresay.models.huggingface.experts import expert_weights, is_experts, set_expert_weights
 from foresay.models.huggingface.frozen import FrozenEmbedding, FrozenExperts, FrozenLinear
-from foresay.models.huggingface.linears import JOINT_LAYERS, freeze_linears, replace_jointly
+from foresay.models.huggingface.linears import JOINT_LAYERS, freeze_linears, replace_jointly, stored_weights
 from foresay.models.layer import StackedExperts
 
 
@@ -267,14 +267,13 @@ def fill(model: Any, file: FileWeights) -> None:
                 setattr(module, short, _filled_experts(child, path, file))
         if isinstance(module, nn.Linear) or is_experts(module) or id(module) in replaced:
             continue  # replaced through its parent
-        for short, parameter in list(module.named_parameters(recurse=False)):
-            found = file.dense(f"{name}.{short}") if parameter.is_meta else None
-            if found is not None:
-                _set_parameter(module, short, found.view(parameter.shape), file.dtype)
-        for short, buffer in stored_buffers(module):
-            numbers = file.get(f"{name}.{short}")
-            assert numbers is not None  # see check_tensors
-            setattr(module, short, numbers.dense(buffer.dtype))
+        for short, one in stored_weights(module).items():
+            if not isinstance(one, nn.Parameter):
+                numbers = file.get(f"{name}.{short}")
+                assert numbers is not None  # see check_tensors
+                setattr(module, short, numbers.dense(one.dtype))
+            elif one.is_meta and (found := file.dense(f"{name}.{short}")) is not None:
+                _set_parameter(module, short, found.view(one.shape), file.dtype)
     columns = file.form.column_order
     if columns is not None and (order := columns(file.config)) is not None:
         for module in [one for one in model.modules() if hasattr(one, "in_proj_qkv")]:
@@ -287,7 +286,7 @@ def _set_parameter(module: nn.Module, name: str, values: torch.Tensor, dtype: to
         setattr(module, name, nn.Parameter(values, requires_grad=False))
         return
     delattr(module, name)
-    module.register_buffer(name, values, persistent=False)
+    module.register_buffer(name, values)
 
 
 def _fill_embeddings(model: Any, file: FileWeights) -> None:

@@ -23,6 +23,7 @@ from foresay.models.gguf.names import Name, stored_shape
 from foresay.models.gguf.positions import refuse_unread
 from foresay.models.gguf.values import invalid_tensor
 from foresay.models.huggingface.experts import expert_weights
+from foresay.models.huggingface.linears import stored_weights
 
 PLAIN = ("F32", "F16", "BF16")
 """Types that are not quantized."""
@@ -143,19 +144,13 @@ def _parameters(
                 if weights.down(0)[1] is not None:
                     found.append((f"{path}.{short}.bias", (weights.count, shape[0]), True))
             continue
-        for short, one in (*module.named_parameters(recurse=False), *stored_buffers(module)):
+        for short, one in stored_weights(module).items():
             stored = stored_shape(module, short, tuple(one.shape))
             found.append((f"{path}.{short}", stored, not (is_tied and module is output)))
         if isinstance(module, nn.Linear) and module.bias is None and module is not output:
             # some configurations do not state whether there are biases; the file decides
             found.append((f"{path}.bias", (module.out_features,), False))
     return found
-
-
-def stored_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return the buffers of a module, by name, that are part of its checkpoints."""
-    left_out = module._non_persistent_buffers_set
-    return [(name, one) for name, one in module.named_buffers(recurse=False) if name not in left_out]
 
 
 def check_tensor(

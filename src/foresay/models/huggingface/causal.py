@@ -244,7 +244,7 @@ class CausalModel(TransformersModel, PagedChains):
     @property
     def cache_dtype(self) -> torch.dtype:
         """See TransformersModel."""
-        return (None if self.fused is None else self.fused.cache_dtype) or super().cache_dtype
+        return super().cache_dtype if self.fused is None else self.fused.cache_dtype
 
     def watch_for_changes(self) -> None:
         """Compare the model with its current state at each new cache: a caller who owns it may change it in between."""

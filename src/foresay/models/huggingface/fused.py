@@ -47,7 +47,8 @@ class FusedDecoder:
         """cache_dtype: of keys and values; None for the model's. position_limit: number of positions up to which rotary
         frequencies do not change; None if they never do. Raises NotFusedError if the model is not supported.
         """
-        config, self.cache_dtype, self._position_limit = model.config, cache_dtype, position_limit
+        config, self._dtype, self._position_limit = model.config, model.dtype, position_limit
+        self.cache_dtype: torch.dtype = cache_dtype or self._dtype
         family = family_of(config)
         if family is None:
             raise NotFusedError(f"fused layers do not support the family {config.model_type!r}")
@@ -77,7 +78,6 @@ class FusedDecoder:
         self._residual_scale = float(getattr(config, "residual_multiplier", 1.0))
         self._logits_scale = float(getattr(config, "logits_scaling", 1.0))
         self._final_softcap = getattr(config, "final_logit_softcapping", None)
-        self._dtype = model.dtype
         self._activation = str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu"))
         self._check_rotary(model)
         self.paged: PagedPasses | None = None
@@ -222,8 +222,7 @@ class FusedDecoder:
         if not Hardware(weight.device).on_cpu:
             return None
         try:
-            cache_dtype = self.cache_dtype or self._dtype
-            native = NativeLayers(self._layers, self._norm, self._activation, self._residual_scale, cache_dtype)
+            native = NativeLayers(self._layers, self._norm, self._activation, self._residual_scale, self.cache_dtype)
             if not isinstance(self._head, NativeProduct):  # its bits would depend on the other rows
                 raise LookupError(f"the kernels do not support an output head of type {type(self._head).__name__}")
             return native

@@ -136,9 +136,16 @@ def _sizes(model: nn.Module) -> tuple[dict[int, int], set[int]]:
             embeddings.add(id(module.weight))
         if isinstance(module, FrozenLinear | JointLinear):
             sizes[id(module.product)] = module.product.nbytes
-        for weight in module.parameters(recurse=False):
+        for weight in stored_weights(module).values():
             sizes[id(weight)] = weight.numel() * weight.element_size()
     return sizes, embeddings
+
+
+def stored_weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a module's own parameters and buffers, by name, that are part of its checkpoints."""
+    left_out = module._non_persistent_buffers_set
+    buffers = {name: one for name, one in module.named_buffers(recurse=False) if name not in left_out}
+    return dict(module.named_parameters(recurse=False)) | buffers
 
 
 def device_of(embedding: nn.Module) -> torch.device:
@@ -182,8 +189,9 @@ def _compiled_products(model: nn.Module) -> list[NativeProduct]:
 
 def count_parameters(model: nn.Module) -> int:
     """Return the number of parameters, in any format; those of a head tied to the embedding count once."""
-    sizes = {id(weight): weight.numel() for weight in model.parameters()}
+    sizes = dict[int, int]()
     for module in model.modules():
+        sizes |= {id(weight): weight.numel() for weight in stored_weights(module).values()}
         product = getattr(module, "product", None)
         if isinstance(module, FrozenLinear | JointLinear | FrozenEmbedding) and product is not None:
             bias = product.out_features if product.bias is not None else 0
