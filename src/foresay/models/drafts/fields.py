@@ -151,6 +151,8 @@ class Fields(BaseModel):
     keeps_embedding_factor: bool | None = None
     output_multiplier: Positive | None = None
     final_logit_softcapping: Annotated[float, Field(ge=0, le=1e12)] | None = None
+    names: dict[str, str] = {}
+    """The file's names of fields, for errors."""
 
     @property
     def layer(self) -> dict[str, Any]:
@@ -182,7 +184,14 @@ def checked(found: Mapping[str, Any], source: str, needed: tuple[str, ...] = ())
     required = [name for name, one in Fields.model_fields.items() if one.is_required()]
     if missing := [name for name in (*required, *needed) if found.get(name) is None]:
         raise ConfigError("is missing", param=f"{source}: {missing[0]}")
-    fields = _SCHEMA.of({name: one for name, one in found.items() if one is not None}, source)
+    given = {name: one for name, one in found.items() if one is not None}
+    try:
+        fields = _SCHEMA.of(given, source)
+    except ConfigError:
+        for name in sorted(given.keys() & given.get("names", {}).keys()):
+            kind: Any = Fields.model_fields[name].rebuild_annotation()
+            Schema[Any](dict[str, kind], _SCHEMA.noun).of({given["names"][name]: given[name]}, source)
+        raise
     parts = {name: getattr(fields, name) or {} for name in ("rope_parameters", "rope_scaling")}
     for part in parts.values():
         _one("rope_type", {"rope_type": part, "type": {"rope_type": part.get("type")}})
@@ -258,6 +267,7 @@ class Layout:
             if "." in name:
                 section = _object_at(values, name)
                 found |= {ours: section[theirs] for ours, theirs in table.items() if theirs in section}
+        found["names"] = {ours: statements[0][1] for ours, statements in stated.items()}
         return self._with_layers({name: one for name, one in found.items() if name in Fields.model_fields}, source)
 
     def _with_layers(self, found: dict[str, Any], source: str) -> dict[str, Any]:

@@ -170,13 +170,13 @@ def _name(name: str) -> str:
 def _fields(header: GgufHeader, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """Return the fields of a configuration. shapes: of the tensors by their names in safetensors files."""
     prefix = header.architecture
-    stated = {field: header.values.get(f"{prefix}.{name}") for name, field in _VALUES.items()}
-    out: dict[str, Any] = {field: value for field, value in stated.items() if value is not None}
+    names = {field: key for name, field in _VALUES.items() if (key := f"{prefix}.{name}") in header.values}
+    out: dict[str, Any] = {field: header.values[key] for field, key in names.items()}
     layers = next((header.lists[f"{prefix}.{name}"] for name in _LISTS[:2] if f"{prefix}.{name}" in header.lists), None)
     windows = header.lists.get(f"{prefix}.attention.sliding_window_pattern")
     tokens = header.lists.get("tokenizer.ggml.tokens")
     size = header.values.get(f"{prefix}.vocab_size", None if tokens is None else tokens.count)
-    out |= {"vocab_size": size, "hidden_act": "silu"}
+    out |= {"vocab_size": size, "hidden_act": "silu", "names": names}
     out["hidden_layers"] = None if layers is None else [int(one) for one in layers.numbers()]
     if OFFSETS in shapes:
         out["draft_vocab_size"] = shapes[OFFSETS][0]

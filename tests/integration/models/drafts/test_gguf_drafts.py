@@ -250,6 +250,7 @@ def test_drafting_by_a_file(tmp_path: Path) -> None:
         ({"target_layers": []}, "target_layer_ids"),
         ({"selector_top_k": 0}, "selector_top_k"),
         ({"embedding_length": 31}, "embedding_length|hidden_size|head"),
+        ({"attention.head_count": 0}, r"dflash\.attention\.head_count=0"),
         ({"vocab_size": 96}, "mask_token_id|vocab"),
     ],
 )

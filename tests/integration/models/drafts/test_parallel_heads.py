@@ -147,7 +147,8 @@ REFUSALS: dict[str, tuple[dict[str, Any], str, Any]] = {
     "mask": ({"ptd_token_id": VOCAB}, "mask_token_id", VOCAB),
     "two masks": ({"pard_token": 5}, "pard_token", 5),
     "not parallel": ({"parallel_drafting": False}, "parallel_drafting", False),
-    "depths": ({"num_depths": 1}, "block_size", 1),
+    "depths": ({"num_depths": 1}, "num_depths", 1),
+    "other depths": ({"num_depths": None, "para_depths": 65}, "para_depths", 65),
     "windows": (SLIDES, "layer_types", SLIDES["layer_types"]),
 }
 
@@ -155,7 +156,9 @@ REFUSALS: dict[str, tuple[dict[str, Any], str, Any]] = {
 @pytest.mark.parametrize("case", REFUSALS)
 def test_files_that_are_refused(case: str) -> None:
     change, param, value = REFUSALS[case]
-    with refused(param, value, at="the parallel head's config.json" if case in ("no mask", "depths") else ""):
+    with refused(
+        param, value, at="the parallel head's config.json" if case in ("no mask", "depths", "other depths") else ""
+    ):
         ParallelHeadConfig.read({**parallel_head(target()).config.as_plain(), **change})
 
 
