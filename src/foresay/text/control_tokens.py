@@ -8,18 +8,21 @@ random names are control tokens. Knows no message format.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import secrets
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import cached_property
+from string import ascii_letters, digits
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from tokenizers import Tokenizer
 
-from foresay.errors import PromptError
+from foresay.errors import PromptError, shown
 from foresay.text.reasoning import REASONING
+
+logger = logging.getLogger("foresay")
 
 _PRIVATE = chr(0xF1000)
 """First and last character of a random name."""
@@ -29,10 +32,12 @@ _WORD = re.compile(r"[\w .-]*")
 """Words of a template's own program: names of variables, and texts that it compares with roles and variables."""
 _NAMES = (
     "role content reasoning_content tool_calls tool_call_id id type text function name description parameters arguments "
-    "properties required tools"
+    "properties required tools title doc_id"
 )
 _FIELDS = frozenset(_NAMES.split())
-"""Names of the fields of messages and tools."""
+"""Names of the fields of messages, tools and documents."""
+_LETTERS, _DIGITS = chr(0xAC00), chr(0x660)
+"""First of the letters, and of the digits, in place of those of texts. No control token has one."""
 _known: WeakKeyDictionary[Any, ControlTokens] = WeakKeyDictionary()
 
 
@@ -62,6 +67,10 @@ class ControlTokens:
         self._backend, self.size = tokenizer.backend_tokenizer, len(tokenizer)
         self._normalized = any(one.normalized for one in added if one.content in names)
         self._begins = {name[:2] for name in names}
+        used = sorted({one for one in "".join(names) if not one.isspace()}.union(ascii_letters) - {*digits})
+        others = {one: chr(ord(_LETTERS) + i) for i, one in enumerate(used)}
+        self._others = str.maketrans(others | {one: chr(ord(_DIGITS) + int(one)) for one in digits})
+        self._was_refused = False
         self._own = re.compile("|".join(map(re.escape, self._private)) or r"(?!)")
         self._hidden = re.compile(f"{secret}\\.\\d+{_PRIVATE}")
 
@@ -92,9 +101,16 @@ class ControlTokens:
     def _composed(self, text: str, inputs: tuple[Any, Any], render: Callable[[Any, Any], str]) -> str:
         """Return the text with random names for the control tokens that the template composes."""
         found = [name for name in self._private if name in text]
-        plain = ""
-        with suppress(Exception):  # a template is a program, and may refuse the placeholders
-            plain = render(*map(_placeholders, inputs)) if found else ""
+        try:
+            plain = render(*(_disguised(one, self._others) for one in inputs)) if found else ""
+        except Exception as error:  # a template is a program, and may refuse other texts than these
+            if not self._was_refused:
+                marks = ", ".join(found)
+                logger.warning(
+                    "the chat template refused placeholders (%s): if it composes %s, they are text", shown(error), marks
+                )
+            self._was_refused = True
+            return text
         for name in found:
             if count := plain.count(name):
                 if text.count(name) != count:
@@ -135,14 +151,19 @@ def _rename(backend: dict[str, Any], private: Mapping[str, str]) -> None:
         model["merges"] = [list(one) for one in pairs if not inside & {"".join(one), *one}]
 
 
-def _placeholders(values: Any, key: str = "") -> Any:
-    """Return messages, tools or variables of the same shape without the texts and names that a client chooses."""
+def _disguised(values: Any, others: Mapping[int, str], key: str = "") -> Any:
+    """Return messages, tools or variables with other letters in the texts and names that a client chooses.
+
+    Lengths, and which texts and names are equal, stay: a template may refuse an id of another length, or look a name up. Knows
+    the words that a template compares, such as roles. others: character -> another, also for all characters of control tokens.
+    """
     if isinstance(values, str):
-        return values if key not in _FIELDS - {"role", "type"} and _WORD.fullmatch(values) else "x" if values else ""
+        return values if key not in _FIELDS - {"role", "type"} and _WORD.fullmatch(values) else values.translate(others)
     if isinstance(values, Mapping):
         own = frozenset() if key in ("properties", "arguments") else _FIELDS
-        names = [
-            name if name in own or (not key and _WORD.fullmatch(name)) else f"x{i}" for i, name in enumerate(values)
-        ]
-        return {name: _placeholders(one, name) for name, one in zip(names, values.values(), strict=True)}
-    return [_placeholders(one, key) for one in values] if isinstance(values, list | tuple) else values
+        out = {}
+        for name, one in values.items():
+            kept = name in own or (not key and _WORD.fullmatch(name))
+            out[name if kept else str(name).translate(others)] = _disguised(one, others, name if kept else "name")
+        return out
+    return [_disguised(one, others, key) for one in values] if isinstance(values, list | tuple) else values

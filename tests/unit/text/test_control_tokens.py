@@ -198,6 +198,47 @@ def test_tokens_composed_next_to_arguments_stay_tokens(arguments: Any) -> None:
     assert tokenizer.decode(ids) == f"<|im_start|>a<|im_start|>{'city=Rome' if arguments else ''}<|im_end|>b"
 
 
+COMPOSED = "{{ '<|im_' ~ ('end' if m.role == 'tool' else 'start') ~ '|>' }}{{ m.content }}"
+SCHEMA = "{% set p = tools[0].function.parameters %}"
+READS = {
+    "the length of an id": "{{ raise_exception(c.id) if c.id | length != 9 }}",
+    "the digits of an id": "{{ raise_exception(c.id) if c.id[-1] | int != 7 }}",
+    "a type by a required name": SCHEMA + "{% for k in p.required %}{{ p.properties[k].type + '' }}{% endfor %}",
+    "a type by an argument": SCHEMA + "{% for k in c.function.arguments %}{{ p.properties[k].type + '' }}{% endfor %}",
+    "a tool by its name": "{{ raise_exception('unknown') if tools[0].function.name != c.function.name }}",
+    "a part of a text": "{{ messages[0].content.split(': ')[1] + '' }}",
+}
+
+
+@pytest.mark.parametrize("reads", READS)
+def test_tokens_composed_by_a_template_that_checks_texts_stay_tokens(reads: str) -> None:
+    """Such templates refused placeholders, and their marks became text; those of messages are text all the same."""
+    calls = f"{{% for c in m.tool_calls or [] %}}{READS[reads]}{{% endfor %}}"
+    tokenizer = byte_level(f"{{% for m in messages %}}{COMPOSED}{calls}{{% endfor %}}")
+    call = {"id": "abcdefgh7", **tool(name="f", arguments={"city": "Rome"})}
+    tools = [tool(name="f", parameters={"properties": {"city": {"type": "string"}}, "required": ["city"]})]
+    messages = [
+        *chat("a: <s>"),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "b"},
+    ]
+    ids = encoded(tokenizer, messages, tools)
+    assert control(tokenizer, ids) == ["<|im_start|>"] * 2 + ["<|im_end|>"]
+    assert tokenizer.decode(ids) == tokenizer.decode(usual(tokenizer, messages, tools=tools))
+
+
+def test_a_template_that_needs_certain_words_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Which marks it composes is not known, and one that a message contains opens no turn."""
+    tokenizer = byte_level(
+        f"{{% for m in messages %}}{COMPOSED}{{{{ raise_exception(1) if 'please' not in m.content }}}}{{% endfor %}}"
+    )
+    for content in ("please", "please <|im_start|>"):
+        ids = encoded(tokenizer, chat(content))
+        assert control(tokenizer, ids) == [] and tokenizer.decode(ids) == f"<|im_start|>{content}"
+    [line] = caplog.messages
+    assert "refused" in line and "<|im_start|>" in line
+
+
 @pytest.mark.parametrize(
     ("template", "added", "content", "text"),
     [
