@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from foresay.errors import ConfigError
 from foresay.generation.method import PLAIN, Method
 from foresay.spec.expressions import Call, parse
+from foresay.spec.recipes import read_drafter
 from foresay_lab.replay.replay import Expected
 
 THRESHOLDS = (0.3, 0.5, 0.7)
@@ -129,14 +130,17 @@ def is_rough(measured: float, predicted: float) -> bool:
     return abs(measured / predicted - 1) > _ROUGH
 
 
-def advice(model: str, speeds: Mapping[Method, float], options: str = "") -> tuple[str, str]:
+def advice(model: str, speeds: Mapping[Method, float], options: Sequence[str] = ()) -> tuple[str, str]:
     """Return (what to do, the command that serves the model so).
 
-    speeds: speed-up of each method, the default first. options: of loading, for the command.
+    speeds: speed-up of each method, the default first. options: of loading, for the command; those of draft models are left out
+    if none is used.
     """
     default, best = next(iter(speeds)), max(speeds, key=lambda one: speeds[one])
-    start = f"foresay serve {shlex.quote(model)}{options}"
-    if speeds[best] > max(1.0, speeds[default]) * PAYS:
+    pays = speeds[best] > max(1.0, speeds[default]) * PAYS
+    loads = pays and read_drafter(best.drafter).loads_model
+    start = " ".join(["foresay serve", shlex.quote(model), *(one for one in options if loads or "--draft-" not in one)])
+    if pays:
         length = f" --length {shlex.quote(best.length)}" if best.length else ""
         return "Use", f"{start} --drafter {shlex.quote(best.drafter)}{length}"
     if speeds[default] < 1 / PAYS:

@@ -113,14 +113,19 @@ def loaded_values(given: Given) -> dict[str, Any]:
     return {**found, "lora": found["lora"] or None}
 
 
-def typed_loading(given: Given) -> str:
-    """Return the options of loading that were typed, for a command that is shown: " --dtype fp32"; "" for none."""
+def typed_loading(given: Given) -> list[str] | None:
+    """Return the options of loading that were typed, for a command that is shown, such as "--dtype fp32".
+
+    None if the model is that of a settings file, whose own options would be missing.
+    """
+    if is_settings(given.model) or (given.model is None and Path(FILE).is_file()):
+        return None
     words = list[str]()
     for name, value in loaded_values(given).items():
-        if name in given.typed:
+        if name in given.typed and value != "auto":
             every = value if isinstance(value, tuple | list) else [value]
-            words += [word for one in every for word in (given.typed[name], *([] if one is True else [str(one)]))]
-    return "".join(f" {shlex.quote(word)}" for word in words)
+            words += [shlex.join([given.typed[name], *([] if one is True else [str(one)])]) for one in every]
+    return words
 
 
 def load_options(given: Given, **more: Any) -> LoadOptions:

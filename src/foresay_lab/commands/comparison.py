@@ -13,7 +13,7 @@ from typing import Any
 
 from foresay.cli import tables
 from foresay.cli.colours import console, notes
-from foresay.cli.common import fresh_seed, model_expression
+from foresay.cli.common import fresh_seed, model_expression, own_methods
 from foresay.cli.progress import Advance
 from foresay.decoding.acceptance import RULES
 from foresay.decoding.sampling_params import SamplingParams
@@ -124,8 +124,11 @@ def methods(generator: Generator, draft: str | None, length: str | None) -> list
     return named if own == "none" else [*named, Method(own, length)]
 
 
-def show(rows: Sequence[Row], generator: Generator, options: str = "") -> None:
-    """Print the table, and a line for each difference and failure. options: of loading, for the command that is shown."""
+def show(rows: Sequence[Row], generator: Generator, options: Sequence[str] | None) -> None:
+    """Print the table, and a line for each difference and failure.
+
+    options: of loading, for the command that is shown; None shows none.
+    """
     out = console()
     spread = plain_spread(rows)
     cells = [_cells(row, spread) for row in rows]
@@ -140,20 +143,25 @@ def show(rows: Sequence[Row], generator: Generator, options: str = "") -> None:
         notes().print(f"(the rule {generator.rule.name} is lossy: its output may differ)", style="dim")
 
 
-def _conclusion(rows: Sequence[Row], spread: float, generator: Generator, options: str) -> tuple[list[str], list[str]]:
+def _conclusion(
+    rows: Sequence[Row], spread: float, generator: Generator, options: Sequence[str] | None
+) -> tuple[list[str], list[str]]:
     """Return lines of the fastest method on this prompt and of the command that serves the model so.
 
-    No lines where an output is wrong, or without the model's default.
+    No lines where an output is wrong, or if the model's default failed. One that did not run counts as plain decoding.
     """
     speeds = {
         row.runner.method: 1.0 if found["noise"] else found["speed_up"]
         for row in rows[1:]
         if row.runs and row.runner.exact and row.name != ALONE and (found := record(row, spread))
     }
-    own = {one: speeds.pop(one) for one in list(speeds) if one.drafter == generator.drafter_name}
-    if not speeds | own or broken(rows) or not generator.has_default_drafter or not own:
+    if not speeds or broken(rows) or options is None:
         return [], []
-    speeds = own | speeds
+    default = own_methods(generator, best=False)[0]
+    own = {one: speed for one, speed in speeds.items() if one.drafter == default.drafter}
+    if not own and default.drafter in [row.name for row in rows]:
+        return [], []
+    speeds = (own or {default: 1.0}) | speeds
     best = max(speeds, key=lambda one: speeds[one])
     gains = f"{best.drafter} is {speeds[best]:.2f}x plain decoding" if speeds[best] > 1 else "nothing gains"
     todo, line = advice(generator.target.name, speeds, options)

@@ -56,11 +56,11 @@ def run(given: Given) -> int:
         with loading(f"Running {found[0].method.name} live"):
             end = monotonic() + _LIVE * (began + seconds - monotonic())
             found[0], busy = worth.run_live(target, recording, profile, found[0], end)
-    _show(target, found, busy, typed_loading(given), as_json=given.json)
+    _show(target, found, busy, typed_loading(given) or (), as_json=given.json)
     return 0
 
 
-def _show(target: Generator, found: Sequence[Gain], busy: str, options: str, *, as_json: bool) -> None:
+def _show(target: Generator, found: Sequence[Gain], busy: str, options: Sequence[str], *, as_json: bool) -> None:
     sentence = worth.conclusion(found, busy)
     todo, command = advice(target.target.name, {one.method: one.best_known for one in found}, options)
     if as_json:

@@ -67,7 +67,11 @@ def test_the_table_of_methods(shell: tiny.Shell, base: list[str]) -> None:
     assert {(table[name][0], table[name][-1]) for name in DEFAULT} == {("24", "yes")}
     assert int(table["suffix"][1]) > 0, "the drafted tokens"
     more = ["--drafter", "suffix(scale=3)", "--drafter", "max_gram", "--drafter", "suffix( scale = 3 )"]
-    assert list(rows(shell.out(*base, *more, PROMPT))) == ["method", "plain", "suffix(scale=3)", "max_gram"]
+    out = shell.out(*base, *more, PROMPT)
+    assert list(rows(out)) == ["method", "plain", "suffix(scale=3)", "max_gram"]
+    assert re.search(r"^[KU].*: foresay serve \S+ --dtype fp32( --drafter .*)?$", out, re.MULTILINE), (
+        "of those that were run"
+    )
     [found] = shell.objects(*base, "--json", "--length", "throughput", PROMPT)
     assert [one["length"] for one in found["methods"]] == [0, *["ThroughputLength"] * 4]
 

@@ -99,30 +99,34 @@ def gain(drafter: str, speed: float, *, length: str = "", **more: Any) -> Gain:
         (
             [gain("suffix", 1.4)],
             "1.40x on chat; the other kinds gain nothing (1.00x).",
-            "Keep the default: foresay serve m",
+            "Keep the default: foresay serve m --dtype fp32",
         ),
-        ([gain("suffix", 1.0)], "Nothing gains here", "Keep the default: foresay serve m"),
+        ([gain("suffix", 1.0)], "Nothing gains here", "Keep the default: foresay serve m --dtype fp32"),
         (
             [gain("suffix", 1.0), gain("suffix", 1.3, length="8")],
             "suffix, 8 gives 1.40 tokens a pass, and gains from 1.20 on: 1.30x.",
-            "Use: foresay serve m --drafter suffix --length 8",
+            "Use: foresay serve m --dtype fp32 --drafter suffix --length 8",
         ),
         (
             [gain("suffix", 1.2, measured=0.9, predicted=1.1)],
             "0.90x measured, 1.10x predicted: the prediction is rough.",
-            "Keep the default: foresay serve m",
+            "Keep the default: foresay serve m --dtype fp32",
         ),
         (
             [gain("suffix", 1.2, measured=0.7, predicted=1.1)],
             "rough",
-            "Turn speculation off: foresay serve m --drafter none",
+            "Turn speculation off: foresay serve m --dtype fp32 --drafter none",
+        ),
+        (
+            [gain("suffix", 1.0), gain("model(d)", 1.3)],
+            "gains from 1.20 on: 1.30x.",
+            "Use: foresay serve m --dtype fp32 --draft-weights int8 --drafter 'model(d)'",
         ),
     ],
-    ids=["pays", "no gain", "another", "measured", "loses"],
+    ids=["pays", "no gain", "another", "measured", "loses", "a draft model"],
 )
 def test_the_conclusion(found: list[Gain], sentences: str, answer: str) -> None:
-    assert (
-        sentences in conclusion(found)
-        and ": ".join(advice("m", {one.method: one.best_known for one in found})) == answer
-    )
+    options = ["--dtype fp32", "--draft-weights int8"]
+    speeds = {one.method: one.best_known for one in found}
+    assert sentences in conclusion(found) and ": ".join(advice("m", speeds, options)) == answer
     assert "busy (others run)" in conclusion(found, "others run")
