@@ -304,9 +304,9 @@ class Chosen:
             return
         for option in ("draft_weights", "draft_device"):
             if (value := getattr(self.options, option)) is not None:
-                given = "draft=" if method.name == "model" else f"drafter={method.name!r}"
-                text = f"is for a draft model that is loaded by name, and {given} is none"
-                raise ConfigError(text, param=option, value=value)
+                other = {"draft": ...} if method.name == "model" else {"drafter": method.name}
+                text = f"is for a draft model that is loaded by name, and {{{min(other)}}} is none"
+                raise ConfigError(text, param=option, value=value, **other)
 
 
 def change(

@@ -288,6 +288,8 @@ class ChatRequest(TemplateFields, _Sampled):
         if self.top_logprobs and not self.logprobs:
             raise FieldError("top_logprobs", "requires logprobs=true")
         named: Any = self._one_of("max_tokens", "max_completion_tokens")
+        if self.max_tokens is None and named is not None and named < 1:
+            raise FieldError("max_completion_tokens", "must be an integer at least 1", value=named)
         return self.sampling(default_max_tokens, (self.top_logprobs or 0) if self.logprobs else None, named)
 
     def constraint(self) -> Constraint | None:

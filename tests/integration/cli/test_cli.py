@@ -197,6 +197,7 @@ AGAINST = {
     "--max-memory cpu=1GB": "--max-memory {'cpu': '1GB'} only has an effect with --device-map",
     "--workers 2": "--workers needs --lines",
     "--ray": "--ray needs --workers",
+    "--draft-weights int8 --drafter max_gram": "--draft-weights int8 is for a draft model that is loaded by name, and --drafter",
 }
 """Options that have no effect with the others, or whose names have a longer form: beginning of the refusal."""
 

@@ -86,6 +86,7 @@ VALUES: dict[str, dict[str, list[Any]]] = {
 OTHERS: dict[str, list[tuple[dict[str, Any], str]]] = {
     "chat/completions": [
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"min_tokens": 2, "response_format": {"type": "json_object"}}, "min_tokens"),
         (turn("king", "x"), "messages.0.role"), (turn("assistant", None), "messages.0"),
