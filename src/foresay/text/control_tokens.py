@@ -13,7 +13,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from string import ascii_letters, digits
+from string import ascii_letters, digits, whitespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -36,8 +36,8 @@ _NAMES = (
 )
 _FIELDS = frozenset(_NAMES.split())
 """Names of the fields of messages, tools and documents."""
-_LETTERS, _DIGITS = chr(0xAC00), chr(0x660)
-"""First of the letters, and of the digits, in place of those of texts. No control token has one."""
+_LETTERS = 0xAC00
+"""First of the letters in place of a chat's, of a script that no template searches for."""
 _known: WeakKeyDictionary[Any, ControlTokens] = WeakKeyDictionary()
 
 
@@ -67,9 +67,8 @@ class ControlTokens:
         self._backend, self.size = tokenizer.backend_tokenizer, len(tokenizer)
         self._normalized = any(one.normalized for one in added if one.content in names)
         self._begins = {name[:2] for name in names}
-        used = sorted({one for one in "".join(names) if not one.isspace()}.union(ascii_letters) - {*digits})
-        others = {one: chr(ord(_LETTERS) + i) for i, one in enumerate(used)}
-        self._others = str.maketrans(others | {one: chr(ord(_DIGITS) + int(one)) for one in digits})
+        used = sorted({*ascii_letters, *digits, *"".join(names)} - {*whitespace})
+        self._others = str.maketrans({one: chr(_LETTERS + i) for i, one in enumerate(used)})
         self._was_refused = False
         self._own = re.compile("|".join(map(re.escape, self._private)) or r"(?!)")
         self._hidden = re.compile(f"{secret}\\.\\d+{_PRIVATE}")

@@ -155,11 +155,10 @@ def _conclusion(
         for row in rows[1:]
         if row.runs and row.runner.exact and row.name != ALONE and (found := record(row, spread))
     }
-    if not speeds or broken(rows) or options is None:
-        return [], []
     default = own_methods(generator, best=False)[0]
     own = {one: speed for one, speed in speeds.items() if one.drafter == default.drafter}
-    if not own and default.drafter in [row.name for row in rows]:
+    failed = not own and default.drafter in [row.name for row in rows]
+    if not speeds or broken(rows) or options is None or failed:
         return [], []
     speeds = (own or {default: 1.0}) | speeds
     best = max(speeds, key=lambda one: speeds[one])

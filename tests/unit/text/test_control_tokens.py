@@ -202,7 +202,6 @@ COMPOSED = "{{ '<|im_' ~ ('end' if m.role == 'tool' else 'start') ~ '|>' }}{{ m.
 SCHEMA = "{% set p = tools[0].function.parameters %}"
 READS = {
     "the length of an id": "{{ raise_exception(c.id) if c.id | length != 9 }}",
-    "the digits of an id": "{{ raise_exception(c.id) if c.id[-1] | int != 7 }}",
     "a type by a required name": SCHEMA + "{% for k in p.required %}{{ p.properties[k].type + '' }}{% endfor %}",
     "a type by an argument": SCHEMA + "{% for k in c.function.arguments %}{{ p.properties[k].type + '' }}{% endfor %}",
     "a tool by its name": "{{ raise_exception('unknown') if tools[0].function.name != c.function.name }}",
@@ -215,7 +214,7 @@ def test_tokens_composed_by_a_template_that_checks_texts_stay_tokens(reads: str)
     """Such templates refused placeholders, and their marks became text; those of messages are text all the same."""
     calls = f"{{% for c in m.tool_calls or [] %}}{READS[reads]}{{% endfor %}}"
     tokenizer = byte_level(f"{{% for m in messages %}}{COMPOSED}{calls}{{% endfor %}}")
-    call = {"id": "abcdefgh7", **tool(name="f", arguments={"city": "Rome"})}
+    call = {"id": "abcdefgh1", **tool(name="f", arguments={"city": "Rome"})}
     tools = [tool(name="f", parameters={"properties": {"city": {"type": "string"}}, "required": ["city"]})]
     messages = [
         *chat("a: <s>"),
