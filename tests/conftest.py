@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -45,9 +46,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Modules stay, so that the collector of garbage leaves them out."""
+    """Modules stay, so that the collector of garbage leaves them out; their loggers pass records on to the root's.
+
+    pytest adds its handlers, six times a test, to each logger that does not, of which PyTorch has 50.
+    """
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -85,7 +92,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    torch.manual_seed(0)
+    # without a GPU, torch.manual_seed formats the stack for each kind of device that may be there later
+    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
 
 
 @pytest.fixture(scope="session")

@@ -236,7 +236,7 @@ def _round_robin(model: PreTrainedModel, seed: int) -> None:
 def seeded(seed: int) -> Iterator[None]:
     """PyTorch's generator on the CPU at `seed`, and afterwards where it was."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         yield
 
 

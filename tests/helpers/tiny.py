@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -153,11 +152,3 @@ class Shell:
         assert out == ""
         assert err.startswith("foresay: ") and err.count("\n") == 1 and err.endswith("\n"), err
         return err.removeprefix("foresay: ").strip()
-
-
-def one_thread() -> Iterator[None]:
-    """The body of a fixture: tiny matrices gain nothing from threads, and lose much when another process has the core."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -43,7 +43,7 @@ MOST = {
     "spec": 1325,
     "text": 4951,
     "kernels in C++": 4217,
-    "tests": 61099,
+    "tests": 61077,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

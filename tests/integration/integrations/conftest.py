@@ -1,16 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from transformers import GenerationConfig, PreTrainedModel
 
 from helpers import tiny
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    yield from tiny.one_thread()
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -27,18 +27,12 @@ from foresay_lab.check.decoding import (
 )
 from foresay_lab.measure.live_run import DraftFailedError
 from foresay_lab.replay.record import record
-from helpers import tiny
 from helpers.families import make_seq2seq
 from helpers.recordings import SAMPLED, Numbers, loaded, numbered
 from helpers.refusals import refuses
 
 GREEDY = SamplingParams(max_new_tokens=20, stop_token_ids=(36,))
 CASCADE = "cascade(self=1, max_gram; k=[[2, 2], [0, 2]])"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    yield from tiny.one_thread()
 
 
 @pytest.fixture(scope="module")

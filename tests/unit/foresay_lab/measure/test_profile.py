@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,15 +24,13 @@ from foresay_lab.measure import profile as lab
 from foresay_lab.measure import roofline as floors
 from foresay_lab.measure.profile import measure, measure_drafting, medians, profile, quartiles
 from foresay_lab.replay.replay import PassCost, Replay, expect
-from helpers import tiny
 from helpers.families import VOCAB, make
 from helpers.refusals import refused
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(floors, "BLOCK_BYTES", 1 << 16)
-    yield from tiny.one_thread()
 
 
 def timing(batch: int, columns: int, context: int, seconds: float) -> Timing:
