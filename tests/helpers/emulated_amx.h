@@ -71,7 +71,8 @@ template <int SUMS, int X, int W> inline void require_shapes() {
     require_tile(SUMS != X && SUMS != W && X != W);
 }
 
-template <int SUMS, int X, int W> inline void tile_bytes() {
+// Byte: of W.
+template <class Byte, int SUMS, int X, int W> inline void multiply_bytes() {
     require_shapes<SUMS, X, W>();
     for (int m = 0; m < emulated.shapes.rows[SUMS]; m++)
         for (int k = 0; k < emulated.shapes.rows[W]; k++)
@@ -79,11 +80,15 @@ template <int SUMS, int X, int W> inline void tile_bytes() {
                 int32_t sum;
                 std::memcpy(&sum, emulated.tiles[SUMS][m] + 4 * n, 4);
                 for (int i = 0; i < 4; i++) {
-                    sum += static_cast<int8_t>(emulated.tiles[X][m][4 * k + i]) * static_cast<int32_t>(emulated.tiles[W][k][4 * n + i]);
+                    sum += static_cast<int8_t>(emulated.tiles[X][m][4 * k + i]) * static_cast<Byte>(emulated.tiles[W][k][4 * n + i]);
                 }
                 std::memcpy(emulated.tiles[SUMS][m] + 4 * n, &sum, 4);
             }
 }
+
+template <int SUMS, int X, int W> inline void tile_bytes() { multiply_bytes<uint8_t, SUMS, X, W>(); }
+
+template <int SUMS, int X, int W> inline void tile_signed_bytes() { multiply_bytes<int8_t, SUMS, X, W>(); }
 
 // Denormal numbers count as zero.
 inline float flushed(uint32_t bits) {

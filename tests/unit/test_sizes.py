@@ -42,8 +42,8 @@ MOST = {
     "server": 6027,
     "spec": 1325,
     "text": 4951,
-    "kernels in C++": 4217,
-    "tests": 61077,
+    "kernels in C++": 4285,
+    "tests": 61078,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

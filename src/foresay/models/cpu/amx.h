@@ -48,6 +48,11 @@ template <int SUMS, int X, int W> inline void tile_bytes() {
     asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(X), "i"(W));
 }
 
+// The same with signed bytes in W.
+template <int SUMS, int X, int W> inline void tile_signed_bytes() {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(X), "i"(W));
+}
+
 // SUMS [rows, 16] += X [rows, 2 k] times W [k, 16, 2], bfloat16 numbers to float32. The processor fixes the order of the sums, by k alone.
 template <int SUMS, int X, int W> inline void tile_pairs() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(X), "i"(W));

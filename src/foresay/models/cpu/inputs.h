@@ -91,12 +91,12 @@ inline void quantized_sums(const Product &p, const Inputs &in, int64_t first, in
     int64_t kind = kind_of_levels(p.bits, p.scaling);
     const uint8_t *weights = static_cast<const uint8_t *>(p.weights) + panel * level_bytes(kind, whole);
     const uint8_t *scales = static_cast<const uint8_t *>(p.scales) + panel * scale_bytes(p.scaling, whole);
+    bool supers = of_supers(p.scaling);
     if (!in.rounds()) room.resize(SUPER * PANEL);
 #if defined(FORESAY_TILES)
     std::optional<Tiles> owned;
-    if (in.rounds() && rows_by_tiles(rows) > 0) owned.emplace(TILE_ROWS, 0, group_of(p.scaling));
+    if (in.rounds() && rows_by_tiles(rows, supers) > 0) owned.emplace(TILE_ROWS, supers ? TILE_ROWS : 0, supers ? 64 : GROUP);
 #endif
-    bool supers = of_supers(p.scaling);
     for (int64_t from = 0; from < whole; from += SUPER) {
         int64_t to = from + SUPER < whole ? from + SUPER : whole;
         const uint8_t *levels = weights + level_bytes(kind, from);

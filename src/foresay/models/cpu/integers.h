@@ -138,10 +138,10 @@ template <int MOST, class F> inline void each_byte_tile(int64_t rows, const F &b
 }
 
 // Number of rows that are multiplied by matrix instructions: in whole tiles, and in a last one if that is faster, which has more rows
-// where levels are decoded for it alone.
-inline int64_t rows_by_tiles(int64_t rows) {
-    constexpr int64_t ALONE = 13, AFTER_OTHERS = 5;
-    if (rows < ALONE || !tiles_allowed()) return 0;
+// where weights are prepared for it alone. supers: of weights whose levels are multiplied by others first.
+inline int64_t rows_by_tiles(int64_t rows, bool supers) {
+    constexpr int64_t ALONE = 13, ALONE_SUPERS = 40, AFTER_OTHERS = 5;
+    if (rows < (supers ? ALONE_SUPERS : ALONE) || !tiles_allowed()) return 0;
     int64_t left = rows % TILE_ROWS;
     return rows < TILE_ROWS || left >= AFTER_OTHERS ? rows : rows - left;
 }
@@ -150,6 +150,7 @@ inline int64_t rows_by_tiles(int64_t rows) {
 //   Groups: scales for each group of 32, decoded to float32; Supers: see SuperScales
 template <int BITS> struct Groups {
     using X = RoundedGroups;
+    static constexpr bool OF_SUPERS = false;
     static constexpr int KIND = BITS, DEPTH = GROUP;
     const uint8_t *weights;
     int64_t depth;
@@ -159,8 +160,9 @@ template <int BITS> struct Groups {
         byte_tile<DOTS, ROWS, FIRST, WIDEST>(levels, scales, depth / GROUP, x, sums);
     }
 #if defined(FORESAY_TILES)
-    template <class F> void by_tiles(const F &dots, const X &x, int64_t, float *sums) const {
-        dots([&](int64_t g, int64_t r, const int32_t *found) {
+    void by_tiles(const uint8_t *levels, const X &x, int64_t rows, float *sums) const {
+        const uint8_t *next = weights + level_bytes(KIND, SUPER);
+        dots_by_tiles<DEPTH>(levels, depth, x.levels, x.stride, rows, next, level_bytes(KIND, DEPTH), [&](int64_t g, int64_t r, const int32_t *found) {
             const float *scale = scales + g * 2 * PANEL;
             float by = x.scales[r * x.scale_stride + g], plus = x.sums[r * x.sum_stride + g];
             for (int v = 0; v < VECTORS; v++) {
@@ -174,6 +176,7 @@ template <int BITS> struct Groups {
 
 template <int BITS, int SCALING> struct Supers {
     using X = RoundedSupers;
+    static constexpr bool OF_SUPERS = true;
     static constexpr int KIND = BITS, DEPTH = group_of(SCALING);
     static constexpr int64_t depth = SUPER;
     const uint8_t *weights;
@@ -183,14 +186,55 @@ template <int BITS, int SCALING> struct Supers {
         super_tile<DOTS, SCALING, ROWS, FIRST, WIDEST>(levels, scales, x, sums);
     }
 #if defined(FORESAY_TILES)
-    template <class F> void by_tiles(const F &dots, const X &x, int64_t rows, float *sums) const {
-        static thread_local Ints totals[ROWS_AT_ONCE][1][VECTORS];
-        for (int64_t r = 0; r < rows; r++) begin_super<SCALING, 1, 0, VECTORS>(scales, x.from(r), sums + r * PANEL, totals[r]);
-        dots([&](int64_t g, int64_t r, const int32_t *found) {
-            for (int v = 0; v < VECTORS; v++) totals[r][0][v] += load<Ints>(found + v * LANES) * scales.multiple(g, v);
+    // Levels times the multiples of their groups have 16 bits, of which the instructions multiply the lower and the upper byte.
+    void by_tiles(const uint8_t *levels, const X &x, int64_t rows, float *sums) const {
+        alignas(64) static thread_local uint8_t low[SUPER * PANEL], high[SUPER * PANEL];
+        times_multiples(levels, low, high);
+        Floats scale[VECTORS];
+        for (int v = 0; v < VECTORS; v++) scale[v] = scales.scale(v);
+        super_dots_by_tiles(low, high, x.levels, x.stride, rows, [&](int64_t first, int64_t count, const int32_t *of_low, const int32_t *of_high) {
+            auto add = [&](auto n, int64_t from) {
+                X some = x.from(first + from);
+                float *to = sums + (first + from) * PANEL;
+                Ints none[n.value][VECTORS];
+                if constexpr (SuperScales<SCALING>::OFFSETS) begin_super<SCALING, n.value, 0, VECTORS>(scales, some, to, none);
+#pragma GCC unroll 4
+                for (int64_t r = 0; r < n.value; r++)
+                    for (int v = 0; v < VECTORS; v++) {
+                        int64_t at = (from + r) * PANEL + v * LANES;
+                        add_super(to + r * PANEL + v * LANES, load<Ints>(of_low + at) + (load<Ints>(of_high + at) << 8), scale[v], some.scales[r * x.scale_stride]);
+                    }
+            };
+            int64_t from = 0;
+            for (; from + 4 <= count; from += 4) add(Constant<4>(), from);
+            for (; from < count; from++) add(Constant<1>(), from);
         });
-        for (int64_t r = 0; r < rows; r++)
-            for (int v = 0; v < VECTORS; v++) add_super(sums + r * PANEL + v * LANES, totals[r][0][v], scales.scale(v), x.scales[r * x.scale_stride]);
+    }
+
+  private:
+    // The lower and upper bytes of levels, less the one that stands for 0 where there are no offsets, times multiples.
+    void times_multiples(const uint8_t *levels, uint8_t *low, uint8_t *high) const {
+        typedef int16_t Shorts __attribute__((vector_size(LANES * 4)));
+        constexpr int64_t BYTES = level_bytes(KIND, DEPTH);
+        Shorts zero = Shorts{} + static_cast<int16_t>(scales.zero);
+        for (int64_t g = 0; g < scales.GROUPS; g++) {
+            for (int64_t byte = 0; byte < BYTES; byte += 64) __builtin_prefetch(weights + level_bytes(KIND, SUPER) + g * BYTES + byte);
+            for (int v = 0; v < VECTORS; v++) {
+                Ints one = scales.multiple(g, v);
+                Shorts by = reinterpret_cast<Shorts>((one & 0xffff) | one << 16);
+#pragma GCC unroll 4
+                for (int64_t at = g * DEPTH * PANEL + v * LANES * 4; at < (g + 1) * DEPTH * PANEL; at += 4 * PANEL) {
+                    Words four = load<Words>(levels + at);
+                    Shorts even = reinterpret_cast<Shorts>(is_signed(KIND) ? four << 8 : four & 0x00ff00ffu), odd = reinterpret_cast<Shorts>(four);
+                    if constexpr (is_signed(KIND)) even >>= 8, odd >>= 8;
+                    else odd = reinterpret_cast<Shorts>(four >> 8 & 0x00ff00ffu);
+                    if constexpr (!SuperScales<SCALING>::OFFSETS) even -= zero, odd -= zero;
+                    Words a = reinterpret_cast<Words>(even * by), b = reinterpret_cast<Words>(odd * by);
+                    store(low + at, (a & 0x00ff00ffu) | (b & 0x00ff00ffu) << 8);
+                    store(high + at, (a >> 8 & 0x00ff00ffu) | (b & 0xff00ff00u));
+                }
+            }
+        }
     }
 #endif
 };
@@ -210,17 +254,14 @@ template <class W> inline void byte_products(const W &w, typename W::X x, int64_
             w.template tile<decltype(dots)::value, decltype(n)::value, decltype(first)::value>(levels, x.from(row), sums + row * PANEL);
         });
     };
-    int64_t tiled = rows_by_tiles(rows);
+    int64_t tiled = rows_by_tiles(rows, W::OF_SUPERS);
     if (tiled == 0) {
         if (rows <= packed_rows(KIND)) return by_vectors(Constant<DOTS>(), Constant<PACKED>(), Packed<KIND>{w.weights}, rows);
         decode_levels<KIND>(w.weights, w.depth, room);
     } else {
 #if defined(FORESAY_TILES)
         decode_levels<KIND, 0>(w.weights, w.depth, room);
-        auto dots = [&](auto add) {
-            dots_by_tiles<W::DEPTH>(room, w.depth, x.levels, x.stride, tiled, w.weights + level_bytes(KIND, SUPER), level_bytes(KIND, W::DEPTH), add);
-        };
-        w.by_tiles(dots, x, tiled, sums);
+        w.by_tiles(room, x, tiled, sums);
         x = x.from(tiled), sums += tiled * PANEL;
 #endif
     }

@@ -84,6 +84,28 @@ inline void dots_by_tiles(const uint8_t *levels, int64_t depth, const int8_t *x,
     }
 }
 
+// Sums of x * (low + 256 * high) over SUPER depths, for each of `rows` rows; the caller owns Tiles(TILE_ROWS, TILE_ROWS, 64). low:
+// unsigned bytes, high: signed ones, laid out as levels. Calls add(first row, number of rows, sums of low, sums of high), both
+// [TILE_ROWS, PANEL]. Levels of x are read up to a multiple of TILE_ROWS rows.
+template <class F>
+inline void super_dots_by_tiles(const uint8_t *low, const uint8_t *high, const int8_t *x, int64_t stride, int64_t rows, const F &add) {
+    constexpr int64_t WIDTH = PANEL * sizeof(int32_t), DEPTH = 64;
+    alignas(64) int32_t dots[2][TILE_ROWS * PANEL];
+    for (int64_t first = 0; first < rows; first += TILE_ROWS) {
+        tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+        for (int64_t k = 0; k < SUPER; k += DEPTH) {
+            tile_load<4>(x + first * stride + k, stride);
+            tile_load<6>(low + k * PANEL, WIDTH), tile_load<7>(low + k * PANEL + WIDTH / 2, WIDTH);
+            tile_bytes<0, 4, 6>(), tile_bytes<1, 4, 7>();
+            tile_load<6>(high + k * PANEL, WIDTH), tile_load<7>(high + k * PANEL + WIDTH / 2, WIDTH);
+            tile_signed_bytes<2, 4, 6>(), tile_signed_bytes<3, 4, 7>();
+        }
+        tile_store<0>(dots[0], WIDTH), tile_store<1>(dots[0] + PANEL / 2, WIDTH);
+        tile_store<2>(dots[1], WIDTH), tile_store<3>(dots[1] + PANEL / 2, WIDTH);
+        add(first, rows - first < TILE_ROWS ? rows - first : TILE_ROWS, dots[0], dots[1]);
+    }
+}
+
 #else
 
 constexpr bool tiles_allowed() { return false; }

@@ -15,7 +15,7 @@ from helpers.families import make
 from helpers.guarantees import fused
 from helpers.passes import in_pieces, scores
 
-ROWS = (1, 2, 5, 9, 12, 13, 16, 17, 31, 32, 33, 65)
+ROWS = (1, 2, 5, 9, 12, 13, 16, 17, 31, 32, 33, 40, 45, 65)
 
 
 def numbers(*shape: int) -> torch.Tensor:
@@ -134,7 +134,12 @@ def test_a_token_has_its_bits_in_any_pass(threads: int) -> None:
 PAIRS = ["the second block of rows is the first", "depths of two panels"]
 BYTES = ["every group reads the first", "scales of the first block", "rows of the first block"]
 BYTES += ["a group adds to the one before"]
-SUPERS = ["the first group's multiple by tiles", "the scale of the first row by tiles"]
+SUPERS = [
+    "rows of the first block for 256",
+    "the first group's multiple by tiles",
+    "the scale of the first row by tiles",
+]
+SUPERS += ["upper bytes as lower ones", "a zero of every second level"]
 
 
 @pytest.mark.parametrize("fault", ["", *PAIRS, *BYTES, *SUPERS])
@@ -144,8 +149,8 @@ def test_faults_are_noticed(fault: str, broken_kernels: Broken, without: dict[st
         product = INTEGERS["Q4_1"]()
         error = (product(numbers(max(ROWS), product.in_features)[:33]) - without["Q4_1"][33]).abs().max()
         assert (error > 0.1) == (fault in BYTES)
-        same = torch.equal(outputs(INTEGERS["Q6_K"]())[33], without["Q6_K"][33])
-        assert same == (fault not in BYTES[:1] + BYTES[2:] + SUPERS)
+        same = torch.equal(outputs(INTEGERS["Q6_K"]())[65], without["Q6_K"][65])
+        assert same == (fault not in SUPERS)
         weight, x = numbers(70, 64).to(torch.bfloat16), numbers(40, 64).to(torch.bfloat16)
         error = (pairs(weight)(x.float()).double() - x.double() @ weight.double().t()).abs().max()
         assert (error > 0.1) == (fault in PAIRS)
