@@ -43,7 +43,7 @@ MOST = {
     "spec": 1325,
     "text": 4951,
     "kernels in C++": 4285,
-    "tests": 61078,
+    "tests": 61082,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 
