@@ -18,7 +18,7 @@ MOST = {
     "foresay_lab": 626,
     "foresay_lab/bench": 621,
     "foresay_lab/check": 365,
-    "foresay_lab/commands": 2414,
+    "foresay_lab/commands": 2419,
     "foresay_lab/data": 635,
     "foresay_lab/measure": 385,
     "foresay_lab/replay": 1499,
@@ -43,7 +43,7 @@ MOST = {
     "spec": 1325,
     "text": 4951,
     "kernels in C++": 4285,
-    "tests": 61082,
+    "tests": 61089,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

@@ -18,8 +18,8 @@ from foresay.cli.common import load_target, model_expression, own_methods, typed
 from foresay.cli.progress import advancing, loading
 from foresay.cli.tables import show_table
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.generation.generator import Generator
 from foresay.generation.method import Method
+from foresay.spec.settings_file import FILE
 from foresay_lab import worth
 from foresay_lab.candidates import advice
 from foresay_lab.commands.options import items
@@ -56,16 +56,21 @@ def run(given: Given) -> int:
         with loading(f"Running {found[0].method.name} live"):
             end = monotonic() + _LIVE * (began + seconds - monotonic())
             found[0], busy = worth.run_live(target, recording, profile, found[0], end)
-    _show(target, found, busy, typed_loading(given) or (), as_json=given.json)
+    options = typed_loading(given)  # None: a settings file has them
+    name = target.target.name
+    _show(
+        name, name if options is not None else str(given.model or FILE), found, busy, options or (), as_json=given.json
+    )
     return 0
 
 
-def _show(target: Generator, found: Sequence[Gain], busy: str, options: Sequence[str], *, as_json: bool) -> None:
+def _show(model: str, served: str, found: Sequence[Gain], busy: str, options: Sequence[str], *, as_json: bool) -> None:
+    """Print the answer. served: the model or the settings file that the command names."""
     sentence = worth.conclusion(found, busy)
-    todo, command = advice(target.target.name, {one.method: one.best_known for one in found}, options)
+    todo, command = advice(served, {one.method: one.best_known for one in found}, options)
     if as_json:
         methods = [{**asdict(one), "method": one.method.name} for one in found]
-        answer = {"model": target.target.name, "busy": busy or None, "methods": methods, "conclusion": sentence}
+        answer = {"model": model, "busy": busy or None, "methods": methods, "conclusion": sentence}
         click.echo(json.dumps({**answer, "advice": todo, "command": command}))
         return
     lines = [

@@ -60,6 +60,13 @@ def test_a_default_that_pays(run: Worth, folder: Path) -> None:
         assert speed == pytest.approx(tokens, rel=0.05), "passes of any width cost the same"
 
 
+def test_a_settings_file_is_what_is_served(run: Worth, here: Path, folder: Path) -> None:
+    """Its options, such as a rounding of the weights, would be missing in a command for its target."""
+    (here / "s.toml").write_text(f'target = "{folder}"\nweights = "int8"\n')
+    code, out, _ = run("--model", "s.toml", "--dtype", "auto")
+    assert code == 0 and out.endswith(": foresay serve s.toml\n"), out
+
+
 def test_a_default_that_loses(run: Worth, folder: Path) -> None:
     code, out, _ = run(further=9.0)
     assert code == 0 and "Nothing gains here: the default drafter is 0." in out
