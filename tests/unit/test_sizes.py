@@ -37,7 +37,7 @@ MOST = {
     "models/gpu": 3085,
     "models/huggingface": 3597,
     "models/llama_cpp": 458,
-    "models/sources": 4679,
+    "models/sources": 4678,
     "records": 1085,
     "server": 6027,
     "spec": 1325,

@@ -42,7 +42,6 @@ class Folder(Source):
     name: str
     folder: str
     """A local folder, or a hub id."""
-    is_conversion: bool = False
     only_cached: bool = False
     """True if the hub cannot be reached but has the model in its cache."""
 
@@ -110,25 +109,25 @@ class Folder(Source):
         here = self._here
         if here is None and is_offline():
             raise ModelNotFoundError(f"{self.name!r} is not in the hub's cache, and requests are off (HF_HUB_OFFLINE)")
-        files = [] if here is None else here.iterdir()
-        stored = sum(one.stat().st_size for one in files if one.name.endswith((".safetensors", ".bin")))
+        stored = 0 if here is None else weight_bytes(here, (".safetensors", ".bin"))
         if not stored and (self.is_local or is_offline()):
             raise ModelLoadError(f"{self.name!r} has no weights: it needs files that end in .safetensors")
         return stored
 
     def read_bytes(self) -> int | None:
         """Return the bytes that one pass reads, see `Source`."""
-        stored = 0 if self._here is None else weight_bytes(self._here)
-        return stored if self._here is not None and stored and not has_experts(read_values(self._here)) else None
+        here = self._here
+        return None if here is None or has_experts(read_values(here)) else weight_bytes(here) or None
 
     def base_names(self) -> Iterator[Any]:
         """Return the names in the configuration and in the model card, see `Source`."""
+        here = self._here
         if not self.is_local:
             yield self.folder
-        elif self._here is not None:
-            yield read_values(self._here).get("_name_or_path")
-        if self._here is not None:
-            yield from card_bases(self._here)
+        elif here is not None:
+            yield read_values(here).get("_name_or_path")
+        if here is not None:
+            yield from card_bases(here)
 
     def fetched(self, options: LoadOptions, *, weights: bool = True) -> Folder:
         """Return the source, see `Source`: a repository is requested once, and files are looked for in a local folder."""
@@ -198,6 +197,8 @@ class Folder(Source):
 
 class PackagedFolder(Folder):
     """The dequantized copy of an alias, made on first use."""
+
+    is_conversion = True
 
     def fetched(self, options: LoadOptions, *, weights: bool = True) -> Folder:
         """Return the source once the copy is here. Raises as `converted` does."""

@@ -40,7 +40,6 @@ class GgufFile(Source):
     name: str
     header: GgufHeader
     """Checked by `check_values`."""
-    is_conversion: bool = False
 
     @quiet_transformers()
     def describe(self, options: LoadOptions, *, for_decoding: bool = True) -> Description:

@@ -41,10 +41,9 @@ def cached_folder(repo: str) -> Path | None:
         return None
 
 
-def weight_bytes(folder: Path) -> int:
-    """Return the size of the weight files in a folder; 0 if there is none."""
-    files = itertools.chain(folder.glob("*.safetensors"), folder.glob("*.gguf"))
-    return sum(file.stat().st_size for file in files if file.is_file())
+def weight_bytes(folder: Path, suffixes: tuple[str, ...] = (".safetensors", ".gguf")) -> int:
+    """Return the size of the files in a folder whose names end like weight files; 0 if there is none."""
+    return sum(file.stat().st_size for file in folder.iterdir() if file.name.endswith(suffixes) and file.is_file())
 
 
 def cached_repositories() -> Iterator[tuple[str, Path]]:

@@ -55,7 +55,7 @@ def find(name: str | os.PathLike[str], *, llama_cpp: bool = False) -> Source:
     if not text:
         raise ModelNotFoundError("the model's name is empty; give an alias, a hub id, a folder or a GGUF file")
     if text in ALIASES and not llama_cpp:
-        return PackagedFolder(text, str(conversion_folder(text)), is_conversion=True)
+        return PackagedFolder(text, str(conversion_folder(text)))
     path = packaged_file(text) if text in ALIASES else Path(text).expanduser()
     if path.is_dir():
         return Folder(text, str(path))
