@@ -96,7 +96,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "depths of two panels": ("tiles.h", "k * PANEL + «(FAULT ? 0 : »PANEL«)»,"),
     "scales of the first block": ("integers.h", "x.scales[«(FAULT ? r % TILE_ROWS : »r«)» * x.scale_stride + g]"),
     "rows of the first block": ("tiles.h", "(x + «(FAULT ? 0 : »first«)» * stride + g"),
-    "every group reads the first": ("tiles.h", "stride + «(FAULT ? 0 : »g * DEPTH«)», stride"),
+    "every group reads the first": ("tiles.h", "stride + «(FAULT ? 0 : »g * GROUP«)», stride"),
     "rows of the first block for 256": ("tiles.h", "(x + «(FAULT ? 0 : »first«)» * stride + k,"),
     "the first group's multiple by tiles": ("integers.h", "Ints one = scales.multiple(«FAULT ? 0 : »g, v);"),
     "the scale of the first row by tiles": ("integers.h", "some.scales[«(FAULT ? 0 : »r«)» *"),

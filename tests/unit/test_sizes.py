@@ -42,7 +42,7 @@ MOST = {
     "server": 6027,
     "spec": 1325,
     "text": 4951,
-    "kernels in C++": 4285,
+    "kernels in C++": 4286,
     "tests": 61089,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""

@@ -95,7 +95,7 @@ inline void quantized_sums(const Product &p, const Inputs &in, int64_t first, in
     if (!in.rounds()) room.resize(SUPER * PANEL);
 #if defined(FORESAY_TILES)
     std::optional<Tiles> owned;
-    if (in.rounds() && rows_by_tiles(rows, supers) > 0) owned.emplace(TILE_ROWS, supers ? TILE_ROWS : 0, supers ? 64 : GROUP);
+    if (in.rounds() && rows_by_tiles(rows, supers) > 0) owned.emplace(TILE_ROWS, supers ? TILE_ROWS : 0, supers ? TILE_BYTES : GROUP);
 #endif
     for (int64_t from = 0; from < whole; from += SUPER) {
         int64_t to = from + SUPER < whole ? from + SUPER : whole;

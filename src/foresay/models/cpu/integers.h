@@ -138,7 +138,8 @@ template <int MOST, class F> inline void each_byte_tile(int64_t rows, const F &b
 }
 
 // Number of rows that are multiplied by matrix instructions: in whole tiles, and in a last one if that is faster, which has more rows
-// where weights are prepared for it alone. supers: of weights whose levels are multiplied by others first.
+// where weights are prepared for it alone. supers: for scales that are multiples of one for SUPER weights, by which levels are multiplied
+// before.
 inline int64_t rows_by_tiles(int64_t rows, bool supers) {
     constexpr int64_t ALONE = 13, ALONE_SUPERS = 40, AFTER_OTHERS = 5;
     if (rows < (supers ? ALONE_SUPERS : ALONE) || !tiles_allowed()) return 0;
@@ -162,7 +163,7 @@ template <int BITS> struct Groups {
 #if defined(FORESAY_TILES)
     void by_tiles(const uint8_t *levels, const X &x, int64_t rows, float *sums) const {
         const uint8_t *next = weights + level_bytes(KIND, SUPER);
-        dots_by_tiles<DEPTH>(levels, depth, x.levels, x.stride, rows, next, level_bytes(KIND, DEPTH), [&](int64_t g, int64_t r, const int32_t *found) {
+        dots_by_tiles(levels, depth, x.levels, x.stride, rows, next, level_bytes(KIND, DEPTH), [&](int64_t g, int64_t r, const int32_t *found) {
             const float *scale = scales + g * 2 * PANEL;
             float by = x.scales[r * x.scale_stride + g], plus = x.sums[r * x.sum_stride + g];
             for (int v = 0; v < VECTORS; v++) {

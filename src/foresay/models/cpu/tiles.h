@@ -11,7 +11,7 @@
 
 namespace foresay {
 
-constexpr int64_t TILE_ROWS = 16, TILE_DEPTH = 32; // of bfloat16 numbers
+constexpr int64_t TILE_ROWS = 16, TILE_DEPTH = 32, TILE_BYTES = 64; // depths: of bfloat16 numbers, and of bytes
 
 #if defined(FORESAY_TILES)
 
@@ -60,22 +60,22 @@ inline void pairs_by_tiles(const bf16 *weights, const bf16 *x, int64_t stride, i
     }
 }
 
-// Sums of level * level of DEPTH depths, for each group of a block of `depth` depths and each of `rows` rows; the caller owns
-// Tiles(TILE_ROWS, 0, DEPTH). Calls add(group, row, dots [PANEL]). Levels of x are read up to a multiple of TILE_ROWS rows. next: weights
+// Sums of level * level of GROUP depths, for each group of a block of `depth` depths and each of `rows` rows; the caller owns
+// Tiles(TILE_ROWS, 0, GROUP). Calls add(group, row, dots [PANEL]). Levels of x are read up to a multiple of TILE_ROWS rows. next: weights
 // that are decoded after these; `bytes` of them are prefetched with each group, because memory does not deliver those of a whole
 // block while it is decoded.
-template <int DEPTH, class F>
+template <class F>
 inline void dots_by_tiles(const uint8_t *levels, int64_t depth, const int8_t *x, int64_t stride, int64_t rows, const uint8_t *next,
                           int64_t bytes, const F &add) {
     constexpr int64_t WIDTH = PANEL * sizeof(int32_t);
     alignas(64) int32_t dots[TILE_ROWS * PANEL];
-    for (int64_t g = 0; g < depth / DEPTH; g++, levels += DEPTH * PANEL) {
+    for (int64_t g = 0; g < depth / GROUP; g++, levels += GROUP * PANEL) {
         tile_load<6>(levels, WIDTH), tile_load<7>(levels + WIDTH / 2, WIDTH);
         for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(next + g * bytes + b);
         for (int64_t first = 0; first < rows; first += TILE_ROWS) {
             int64_t count = rows - first < TILE_ROWS ? rows - first : TILE_ROWS;
             tile_zero<0>(), tile_zero<1>();
-            tile_load<4>(x + first * stride + g * DEPTH, stride);
+            tile_load<4>(x + first * stride + g * GROUP, stride);
             tile_bytes<0, 4, 6>(), tile_bytes<1, 4, 7>();
             tile_store<0>(dots, WIDTH), tile_store<1>(dots + PANEL / 2, WIDTH);
 #pragma GCC unroll 4
@@ -84,16 +84,16 @@ inline void dots_by_tiles(const uint8_t *levels, int64_t depth, const int8_t *x,
     }
 }
 
-// Sums of x * (low + 256 * high) over SUPER depths, for each of `rows` rows; the caller owns Tiles(TILE_ROWS, TILE_ROWS, 64). low:
+// Sums of x * (low + 256 * high) over SUPER depths, for each of `rows` rows; the caller owns Tiles(TILE_ROWS, TILE_ROWS, TILE_BYTES). low:
 // unsigned bytes, high: signed ones, laid out as levels. Calls add(first row, number of rows, sums of low, sums of high), both
 // [TILE_ROWS, PANEL]. Levels of x are read up to a multiple of TILE_ROWS rows.
 template <class F>
 inline void super_dots_by_tiles(const uint8_t *low, const uint8_t *high, const int8_t *x, int64_t stride, int64_t rows, const F &add) {
-    constexpr int64_t WIDTH = PANEL * sizeof(int32_t), DEPTH = 64;
+    constexpr int64_t WIDTH = PANEL * sizeof(int32_t);
     alignas(64) int32_t dots[2][TILE_ROWS * PANEL];
     for (int64_t first = 0; first < rows; first += TILE_ROWS) {
         tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
-        for (int64_t k = 0; k < SUPER; k += DEPTH) {
+        for (int64_t k = 0; k < SUPER; k += TILE_BYTES) {
             tile_load<4>(x + first * stride + k, stride);
             tile_load<6>(low + k * PANEL, WIDTH), tile_load<7>(low + k * PANEL + WIDTH / 2, WIDTH);
             tile_bytes<0, 4, 6>(), tile_bytes<1, 4, 7>();
