@@ -11,14 +11,14 @@ SOURCE = Path(foresay.__file__).parents[1]
 TESTS = Path(__file__).parents[1]
 MOST = {
     ".": 752,
-    "cli": 3618,
+    "cli": 3616,
     "decoding": 4815,
     "drafters": 4540,
     "engine": 1343,
     "foresay_lab": 626,
     "foresay_lab/bench": 621,
     "foresay_lab/check": 365,
-    "foresay_lab/commands": 2419,
+    "foresay_lab/commands": 2410,
     "foresay_lab/data": 635,
     "foresay_lab/measure": 385,
     "foresay_lab/replay": 1499,

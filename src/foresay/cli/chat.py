@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from foresay.cli.command import Given
-from foresay.cli.common import load_generator, sampled, sampling_params, typed_loading
+from foresay.cli.common import load_generator, sampled, sampling_params, shown_loading
 from foresay.cli.console.commands import FLAGS, handle, words
 from foresay.cli.console.input import Reader
 from foresay.cli.console.screen import Screen
@@ -23,7 +23,7 @@ def run(given: Given) -> int:
     params = sampled(params, generator)
     interactive = sys.stdin is not None and sys.stdin.isatty()
     rule = to_expression(generator.rule, RULES)
-    more = {"system": given.system, "loading": typed_loading(given), "rule": rule, "length": given.length}
+    more = {"system": given.system, "loading": shown_loading(given), "rule": rule, "length": given.length}
     session = ChatSession(generator, params, Screen(), interactive, **more)
     session.template = session.has_template
     if session.interactive:

@@ -113,18 +113,16 @@ def loaded_values(given: Given) -> dict[str, Any]:
     return {**found, "lora": found["lora"] or None}
 
 
-def typed_loading(given: Given) -> list[str] | None:
-    """Return the options of loading that were typed, for a command that is shown, such as "--dtype fp32".
-
-    None if the model is that of a settings file, whose own options would be missing.
-    """
-    if is_settings(given.model) or (given.model is None and Path(FILE).is_file()):
-        return None
+def shown_loading(given: Given) -> list[str]:
+    """Return the options of loading that were typed, or are in the settings file, for a command that is shown: "--dtype fp32"."""
+    values = {name: value for name, value in loaded_values(given).items() if name in given.typed and value != "auto"}
+    name = FILE if given.model is None and Path(FILE).is_file() else given.model
+    values = read_settings(name).filled(values) if name is not None and is_settings(name) else values
     words = list[str]()
-    for name, value in loaded_values(given).items():
-        if name in given.typed and value != "auto":
-            every = value if isinstance(value, tuple | list) else [value]
-            words += [shlex.join([given.typed[name], *([] if one is True else [str(one)])]) for one in every]
+    for option, value in values.items():
+        every = [] if value is False else value if isinstance(value, tuple | list) else [value]
+        flag = given.typed.get(option, f"--{option.replace('_', '-')}")
+        words += [shlex.join([flag, *([] if one is True else [str(one)])]) for one in every]
     return words
 
 

@@ -21,7 +21,7 @@ from foresay.cli.common import (
     read_prompt,
     sampled,
     sampling_params,
-    typed_loading,
+    shown_loading,
 )
 from foresay.cli.drafts import found_draft, suggest
 from foresay.cli.progress import advancing, note
@@ -109,7 +109,7 @@ def _one(generator: Generator, text: str, params: SamplingParams, given: Given, 
         click.echo(json.dumps(record, ensure_ascii=False))
     elif rows:
         console().print()
-        table.show(rows, generator, typed_loading(given))
+        table.show(rows, generator, shown_loading(given))
     return 1 if rows and (table.broken(rows) or not any(row.runs for row in rows[1:])) else 0
 
 

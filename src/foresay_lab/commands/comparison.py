@@ -124,11 +124,8 @@ def methods(generator: Generator, draft: str | None, length: str | None) -> list
     return named if own == "none" else [*named, Method(own, length)]
 
 
-def show(rows: Sequence[Row], generator: Generator, options: Sequence[str] | None) -> None:
-    """Print the table, and a line for each difference and failure.
-
-    options: of loading, for the command that is shown; None shows none.
-    """
+def show(rows: Sequence[Row], generator: Generator, options: Sequence[str]) -> None:
+    """Print the table, and a line for each difference and failure. options: of loading, for the command that is shown."""
     out = console()
     spread = plain_spread(rows)
     cells = [_cells(row, spread) for row in rows]
@@ -144,7 +141,7 @@ def show(rows: Sequence[Row], generator: Generator, options: Sequence[str] | Non
 
 
 def _conclusion(
-    rows: Sequence[Row], spread: float, generator: Generator, options: Sequence[str] | None
+    rows: Sequence[Row], spread: float, generator: Generator, options: Sequence[str]
 ) -> tuple[list[str], list[str]]:
     """Return lines of the fastest method on this prompt and of the command that serves the model so.
 
@@ -158,7 +155,7 @@ def _conclusion(
     default = own_methods(generator, best=False)[0]
     own = {one: speed for one, speed in speeds.items() if one.drafter == default.drafter}
     failed = not own and default.drafter in [row.name for row in rows]
-    if not speeds or broken(rows) or options is None or failed:
+    if not speeds or broken(rows) or failed:
         return [], []
     speeds = (own or {default: 1.0}) | speeds
     best = max(speeds, key=lambda one: speeds[one])

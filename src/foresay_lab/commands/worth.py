@@ -14,12 +14,11 @@ import click
 
 from foresay.checks import check_float
 from foresay.cli.command import Given
-from foresay.cli.common import load_target, model_expression, own_methods, typed_loading
+from foresay.cli.common import load_target, model_expression, own_methods, shown_loading
 from foresay.cli.progress import advancing, loading
 from foresay.cli.tables import show_table
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.method import Method
-from foresay.spec.settings_file import FILE
 from foresay_lab import worth
 from foresay_lab.candidates import advice
 from foresay_lab.commands.options import items
@@ -56,18 +55,13 @@ def run(given: Given) -> int:
         with loading(f"Running {found[0].method.name} live"):
             end = monotonic() + _LIVE * (began + seconds - monotonic())
             found[0], busy = worth.run_live(target, recording, profile, found[0], end)
-    options = typed_loading(given)  # None: a settings file has them
-    name = target.target.name
-    _show(
-        name, name if options is not None else str(given.model or FILE), found, busy, options or (), as_json=given.json
-    )
+    _show(target.target.name, found, busy, shown_loading(given), as_json=given.json)
     return 0
 
 
-def _show(model: str, served: str, found: Sequence[Gain], busy: str, options: Sequence[str], *, as_json: bool) -> None:
-    """Print the answer. served: the model or the settings file that the command names."""
+def _show(model: str, found: Sequence[Gain], busy: str, options: Sequence[str], *, as_json: bool) -> None:
     sentence = worth.conclusion(found, busy)
-    todo, command = advice(served, {one.method: one.best_known for one in found}, options)
+    todo, command = advice(model, {one.method: one.best_known for one in found}, options)
     if as_json:
         methods = [{**asdict(one), "method": one.method.name} for one in found]
         answer = {"model": model, "busy": busy or None, "methods": methods, "conclusion": sentence}

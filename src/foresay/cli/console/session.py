@@ -55,8 +55,8 @@ class ChatSession:
     interactive: bool
     """True on a terminal: Ctrl-C then ends an answer, not the program."""
     system: str | None = None
-    loading: Sequence[str] | None = ()
-    """Options by which the model was loaded, as they were typed, for /compare; None with a settings file."""
+    loading: Sequence[str] = ()
+    """Options by which the model was loaded, for the command of /compare."""
     template: bool = False
     trace: bool = False
     rule: str = "speculative"

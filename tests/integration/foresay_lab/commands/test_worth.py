@@ -60,11 +60,11 @@ def test_a_default_that_pays(run: Worth, folder: Path) -> None:
         assert speed == pytest.approx(tokens, rel=0.05), "passes of any width cost the same"
 
 
-def test_a_settings_file_is_what_is_served(run: Worth, here: Path, folder: Path) -> None:
-    """Its options, such as a rounding of the weights, would be missing in a command for its target."""
-    (here / "s.toml").write_text(f'target = "{folder}"\nweights = "int8"\n')
-    code, out, _ = run("--model", "s.toml", "--dtype", "auto")
-    assert code == 0 and out.endswith(": foresay serve s.toml\n"), out
+def test_the_options_of_a_settings_file_are_shown(run: Worth, here: Path, folder: Path) -> None:
+    """Next to those that are typed; its drafter is not, since the default's command is shown."""
+    (here / "s.toml").write_text(f'target = "{folder}"\nweights = "int8"\ndrafter = "max_gram"\n')
+    code, out, _ = run("--model", "s.toml", "--dtype", "auto", "--device", "cpu")
+    assert code == 0 and out.endswith(f": foresay serve {folder} --device cpu --weights int8\n"), out
 
 
 def test_a_default_that_loses(run: Worth, folder: Path) -> None:
