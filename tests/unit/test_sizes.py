@@ -13,7 +13,7 @@ MOST = {
     ".": 752,
     "cli": 3616,
     "decoding": 4815,
-    "drafters": 4540,
+    "drafters": 4538,
     "engine": 1343,
     "foresay_lab": 626,
     "foresay_lab/bench": 621,

@@ -383,10 +383,8 @@ def _facts(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     if facts.get("kind") != _KIND:
         _refuse(path, "it is a safetensors file, but not an n-gram table")
     if facts.get("format") != _FORMAT:
-        _refuse(
-            path,
-            f"its format is {facts.get('format')!r}, this version of foresay reads {_FORMAT}; build the table again",
-        )
+        found = facts.get("format")
+        _refuse(path, f"its format is {found!r}, this version of foresay reads {_FORMAT}; build the table again")
     for name in ("order", "vocab_size", "fingerprint", "corpus"):
         if name not in facts:
             _refuse(path, f"its metadata has no {name}")
